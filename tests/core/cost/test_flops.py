@@ -69,7 +69,7 @@ def test_a_query_of_causal_attention_reads_half_of_the_keys_in_the_mean() -> Non
                 return F.scaled_dot_product_attention(q, q, q, is_causal=causal)
 
         (op,) = capture(Attention(), (torch.zeros(1, 2, 64, 8),)).ops
-        (size, _), (head_size, _) = work_of(op).sides
+        (size, _), (head_size, _) = work_of(op).product_sizes
         assert head_size == 8
         return size
 
@@ -217,7 +217,7 @@ def test_a_product_of_one_tensor_with_a_rule_takes_what_is_registered() -> None:
 
     (op,) = capture(Net(), (torch.zeros(8, 8),)).ops
     work = _compute_work(op, from_notation("_ _ -> _ _", op), (False,), False)
-    assert (work.forward_flops, work.sides) == (2 * 8**3, ())
+    assert (work.forward_flops, work.product_sizes) == (2 * 8**3, ())
 
 
 def test_bilinear_layers_are_counted_as_torch_counts_them() -> None:

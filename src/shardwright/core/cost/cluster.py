@@ -25,8 +25,8 @@ REFERENCE_HEAD_SIZE = 128
 """Size of the attention heads with which `Device.attention_efficiency` is measured."""
 
 LinkSpans = tuple[tuple[int, int], ...]
-"""Link levels that a group of devices crosses, innermost first: (index of the level, number of
-devices or inner groups that the level joins)."""
+"""Link levels that a group of devices crosses, innermost first, as pairs of the index of the level
+and the number of devices or inner groups that the level joins."""
 
 TREES, RINGS, GLOO = "trees", "rings", "gloo"
 """Algorithms of collectives, which differ in the number of sequential messages; values of
@@ -81,9 +81,9 @@ class Device:
         attention_half: number of keys of a query at which fused attention reaches half its rate; in
             general t keys multiply the rate by t / (t + `attention_half`). With causal attention a
             query has half of all keys on average.
-        attention_head_half: h, if fused attention with heads of size d < 128 reaches the fraction
-            d / (d + h) · (128 + h) / 128 of its rate with heads of 128; 0 for no difference.
-            Smaller heads have fewer FLOPs for each exponential of the softmax.
+        attention_head_half: slowdown of fused attention by small heads, which have fewer FLOPs for
+            each exponential of the softmax: for h, heads of size d < 128 multiply the rate by
+            d / (d + h) · (128 + h) / 128. 0 for no slowdown.
         matrix_half: size of a matrix dimension (m, n or k) at which a product reaches half its
             rate; in general a dimension of size d multiplies the rate by d / (d + `matrix_half`).
         norm_traffic: bytes that a norm reads and writes, relative to a fused kernel; above 1 for
@@ -138,33 +138,36 @@ class Device:
         return self.rates.get(str(dtype).removeprefix("torch."), min(self.rates.values()))
 
     def rate(
-        self, dtype: torch.dtype, sides: Iterable[float] = (), is_attention: bool = False
+        self, dtype: torch.dtype, product_sizes: Iterable[float] = (), is_attention: bool = False
     ) -> float:
         """Return the FLOP per second that a matrix product reaches.
 
         Args:
-            sides: sizes m, n and k of the product; for fused attention, the mean number of keys of
-                a query and the size of a head. Empty if all are large, and heads have size 128.
+            product_sizes: sizes m, n and k of the product; for fused attention, the mean number of
+                keys of a query and the size of a head. Empty if all are large, and heads have size
+                128.
             is_attention: whether the product is part of fused attention.
         """
         peak_rate = self.peak_rate(dtype)
         if is_attention:
             share = self.attention_efficiency or self.matrix_efficiency
-            return peak_rate * share * self._relative_attention_rate(tuple(sides))
-        return peak_rate * self.matrix_efficiency * prod(d / (d + self.matrix_half) for d in sides)
+            return peak_rate * share * self._attention_rate_for_sizes(tuple(product_sizes))
+        matrix_rate = peak_rate * self.matrix_efficiency
+        return matrix_rate * prod(d / (d + self.matrix_half) for d in product_sizes)
 
-    def _relative_attention_rate(self, sides: tuple[float, ...]) -> float:
-        """Return the FLOP rate of fused attention relative to its rate for many keys and heads of
-        size 128.
+    def _attention_rate_for_sizes(self, product_sizes: tuple[float, ...]) -> float:
+        """Return the FLOP rate of fused attention for given sizes, as a fraction of its rate for
+        many keys and heads of size 128.
 
         Args:
-            sides: mean number of keys of a query, and the head size; () for many keys.
+            product_sizes: mean number of keys of a query, then the head size; a missing size does
+                not reduce the rate.
         """
         share = 1.0
-        # Slices instead of indices, as `sides` may be empty.
-        for keys in sides[:1]:
+        # Slices instead of indices, as `product_sizes` may be empty.
+        for keys in product_sizes[:1]:
             share *= keys / (keys + self.attention_half)
-        for head_size in sides[1:]:
+        for head_size in product_sizes[1:]:
             # The size of a head limits the rate up to the reference size only.
             size, half = min(head_size, REFERENCE_HEAD_SIZE), self.attention_head_half
             # Normalized to 1 for the head size with which the efficiency was measured.
@@ -293,7 +296,7 @@ class Cluster:
                 # devices.
                 groups = ranks // (level.devices or 1)
                 divisors = (n for n in range(1, size + 1) if size % n == 0)
-                reach = max(n for n in divisors if _are_blocks_in_one_group(groups, n))
+                reach = max(n for n in divisors if _are_runs_within_groups(groups, n))
             # A level that joins no more ranks along the axis than the inner levels is not crossed.
             if reach > joined:
                 spans.append((number, reach // joined))
@@ -323,12 +326,12 @@ class Cluster:
             )
 
 
-def _are_blocks_in_one_group(groups: np.ndarray[Any, Any], length: int) -> bool:
-    """Whether each aligned run of `length` ranks along the last dimension is within one group of
-    devices of a link level.
+def _are_runs_within_groups(group_of_rank: np.ndarray[Any, Any], run_length: int) -> bool:
+    """Whether each aligned run of `run_length` ranks along the last dimension is within one group
+    of devices of a link level.
 
     Args:
-        groups: index of the group of each rank.
+        group_of_rank: index of the group of each rank, of shape (..., ranks).
     """
-    blocks = groups.reshape(*groups.shape[:-1], -1, length)
-    return bool((blocks == blocks[..., :1]).all())
+    runs = group_of_rank.reshape(*group_of_rank.shape[:-1], -1, run_length)
+    return bool((runs == runs[..., :1]).all())

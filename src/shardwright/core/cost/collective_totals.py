@@ -40,8 +40,8 @@ class CollectiveTotal:
 
 
 _CollectiveCalls = tuple[str, Axes, int, int]
-"""(type of collective, mesh axes, calls per step, bytes of the local input or output, whichever is
-larger)."""
+"""Equal calls of one collective, as a tuple of: type of collective, mesh axes, number of calls per
+step, and bytes of the local input or output of a call, whichever is larger."""
 
 
 def collective_totals(

@@ -126,8 +126,8 @@ class Links:
         return seconds
 
     def _link_levels_of_group(self, axes: Iterable[int]) -> list[tuple[int, int]]:
-        """Return (link level, number of devices or inner groups joined) for the flattened `axes`,
-        innermost first."""
+        """Return the link levels that a collective over the flattened `axes` crosses, innermost
+        first, each as (level index, number of devices or inner groups that the level joins)."""
         # Axes that cross the same level form one group there: a collective over axes of 2 and 4
         # devices in a node has 8 members.
         sizes: dict[int, int] = {}

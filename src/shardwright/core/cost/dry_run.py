@@ -218,7 +218,7 @@ class _MetaChunk:
             module,
             {v.name: local(v, v.stored_dtype) for v in chunk.graph.parameters},
             arriving,
-            [_received_gradient(chunk, value) for value in chunk.leaving],
+            [_make_received_gradient(chunk, value) for value in chunk.leaving],
             splits_backward and can_split_backward(module),
             DryRunMode(cached_results),
         )
@@ -295,24 +295,24 @@ class _MetaChunk:
                 self._preallocate_gradients()
         return first, later
 
-    def _first_micro_batch_phase(self, start: int, later: Phase) -> Phase:
-        """Return the memory of an action of the first micro-batch, derived from `later`.
+    def _first_micro_batch_phase(self, start_event: int, later_phase: Phase) -> Phase:
+        """Return the memory of an action of the first micro-batch, derived from `later_phase`.
 
         A later micro-batch adds its gradients to existing gradients and then frees its own. The
         first micro-batch keeps its gradients, so an allocation is inserted at each accumulation.
 
         Args:
-            start: length of the allocation history at the start of the action.
-            later: memory of the same action of a later micro-batch.
+            start_event: number of allocations and frees before the action of `later_phase`.
+            later_phase: memory of the same action of a later micro-batch.
         """
-        events = self.live_bytes.history[start:]
+        events = self.live_bytes.history[start_event:]
         # Last position first, so that an insertion does not shift the positions that follow.
         for position, gradient in reversed(self.accumulated_gradients):
             # After the event that frees the added tensor.
-            events.insert(position + 1 - start, (gradient, True))
+            events.insert(position + 1 - start_event, (gradient, True))
         self.accumulated_gradients.clear()
         peak_bytes = bytes_by_category(events[: events_at_peak(events)])
-        return Phase(peak_bytes, bytes_by_category(events), later.largest)
+        return Phase(peak_bytes, bytes_by_category(events), later_phase.largest)
 
     def _preallocate_gradients(self) -> None:
         """Allocate a gradient of each parameter that the backward pass reaches, as an earlier
@@ -332,8 +332,8 @@ class _MetaChunk:
             )
 
     def _largest_tensors(self, num_events: int) -> tuple[tuple[str, int, int], ...]:
-        """Return (category of tensor, operator index, bytes) of the largest live tensors after the
-        first `num_events` allocations and frees, summed by category of tensor and operator."""
+        """Return the largest live tensors after the first `num_events` allocations and frees, as
+        (category of tensor, operator index, bytes), summed by category and operator."""
         sizes: dict[tuple[str, int], int] = {}
         for (category, line), size in self.live_bytes.bytes_by_line(num_events).items():
             if line in self._operator_index_by_line and size:
@@ -410,7 +410,7 @@ class _MetaChunk:
     def _release_micro_batch(
         self,
     ) -> tuple[tuple[Tensor, ...], list[Tensor | None] | None, list[Tensor]]:
-        """Return (outputs, gradients of outputs or None, inputs) of the micro-batch, and drop the
+        """Return the micro-batch's outputs, gradients of outputs (or None) and inputs, and drop the
         references to them, so that the backward pass frees them as in a pipeline schedule."""
         # `backward_input` of the first chunk has received them already.
         if not self.gradients:
@@ -470,9 +470,9 @@ def _reachable_leaves(outputs: Iterable[Tensor]) -> Iterator[Tensor]:
                 yield leaf
 
 
-def _received_gradient(chunk: Chunk, value: Value) -> Tensor | None:
-    """Return a tensor with the shape of the gradient that the next chunk sends back for `value`;
-    None for a value without a gradient."""
+def _make_received_gradient(chunk: Chunk, value: Value) -> Tensor | None:
+    """Return an empty meta tensor in place of the gradient that the next pipeline chunk sends back
+    for `value`; None for a value without a gradient."""
     if not value.requires_grad:
         return None
     layout = TensorLayout(chunk.mesh, chunk.decisions.departures[value.name])

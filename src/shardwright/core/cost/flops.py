@@ -65,8 +65,9 @@ class Work:
         forward_moved, backward_moved: bytes read and written by kernels beside the matrix products
             of the operator, such as kernels that sort tokens by expert.
         num_gradients: number of inputs whose gradients the backward pass computes.
-        sides: (size, factors that shard the dimension) of m, n and k of a matrix product; empty for
-            other operators. For attention, the mean number of keys of a query and the head size.
+        product_sizes: sizes m, n and k of a matrix product, each with the factors that shard it;
+            empty for other operators. For attention, the mean number of keys of a query and the
+            head size.
         category: type of operator, such as attention, under which reports list the FLOPs.
         traffic: type of operator that determines how the software changes its memory traffic.
     """
@@ -79,7 +80,7 @@ class Work:
     num_gradients: int
     forward_moved: MovedBytes = ()
     backward_moved: MovedBytes = ()
-    sides: tuple[tuple[float, frozenset[str]], ...] = ()
+    product_sizes: tuple[tuple[float, frozenset[str]], ...] = ()
     category: WorkCategory = "other operators"
     traffic: MemoryTraffic = "other"
 
@@ -166,7 +167,7 @@ def _compute_work(
         num_gradients=num_gradients,
         forward_moved=moved[0],
         backward_moved=moved[1] if num_gradients else (),
-        sides=_matmul_dims(op, rule, flops),
+        product_sizes=_matmul_dims(op, rule, flops),
         category="attention" if op.target in _ATTENTION else category,
         traffic=_memory_traffic_type(op),
     )
@@ -188,10 +189,10 @@ def _memory_traffic_type(op: Op) -> MemoryTraffic:
 def _matmul_dims(
     op: Op, rule: ShardingRule | None, flops: float
 ) -> tuple[tuple[float, frozenset[str]], ...]:
-    """Return (size, factors) of m, n and k of a matrix product, or of a convolution lowered to one
-    (im2col).
+    """Return the sizes m, n and k of a matrix product, each with the factors that shard it.
 
-    Returns the mean number of keys and the size of a head for attention; () for other operators.
+    A convolution counts as the product to which im2col lowers it. Attention has the mean number of
+    keys of a query and the head size instead; other operators have no sizes.
     """
     if op.target in _ATTENTION:
         head_size = float(call_arguments(op)["query"].shape[-1])
@@ -203,10 +204,10 @@ def _matmul_dims(
     if isinstance(op.target, LocalCall):
         return ()
     if op.target is experts:
-        expert_sides = _expert_matmul_dims(op)
+        expert_sizes = _expert_matmul_dims(op)
         return tuple(
             zip(
-                expert_sides,
+                expert_sizes,
                 (_factors_of_first_input(rule), frozenset("i"), frozenset[str]()),
                 strict=True,
             )
@@ -363,8 +364,8 @@ def _expert_matmul_dims(op: Op) -> tuple[float, float, float]:
 
 
 def _routing_and_activation_bytes(op: Op, rule: ShardingRule) -> tuple[MovedBytes, MovedBytes]:
-    """Return (forward, backward) bytes that the kernels of a mixture of experts for routing and
-    activation functions read and write.
+    """Return the bytes that kernels of a mixture of experts read and write, forward and backward,
+    to route tokens and to compute activation functions.
 
     A token has one copy per expert. For each element of a copy, forward sorts copies by expert (1
     read, 1 write), weights the outputs (1 read, 1 write) and adds them per token (2 reads, 1

@@ -249,16 +249,16 @@ def memory_lower_bounds(
     return stages
 
 
-def _input_bytes(chunk: Chunk, leaves: set[Value]) -> int:
-    """Return the bytes per micro-batch of a chunk's shards of the model's inputs.
+def _input_bytes(chunk: Chunk, model_inputs: set[Value]) -> int:
+    """Return the bytes per device and micro-batch of the model inputs that a chunk reads.
 
     Args:
-        leaves: inputs of the model.
+        model_inputs: tensors in the arguments of the model.
     """
     return sum(
         _local_bytes(value, chunk, value.stored_dtype)
         for value in chunk.graph.input_values
-        if value in leaves
+        if value in model_inputs
     )
 
 
@@ -323,7 +323,7 @@ _PASSES_WITH_GRADIENTS = {
     BACKWARD: (BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT),
     BACKWARD_WEIGHT: (BACKWARD, BACKWARD_WEIGHT),
 }
-"""For each pass type the types of passes that allocate no gradients of parameters after it."""
+"""Types of passes that accumulate into existing parameter gradients, by type of an earlier pass."""
 
 
 @dataclass(frozen=True)
@@ -346,7 +346,7 @@ class _ActionMemory:
 
 
 def _stage_memory(
-    number: int,
+    stage_index: int,
     bytes_before_step: BytesByCategory,
     moments: Sequence[_ActionMemory],
     optimizer: OptimizerBytes,
@@ -376,7 +376,7 @@ def _stage_memory(
     ops = next((c.graph.ops for c in chunks if c.number == moment.chunk), chunks[0].graph.ops)
     curve = zip(moments, totals, strict=True) if len(moments) <= MAX_CURVE_PASSES else ()
     return StageMemory(
-        stage=number,
+        stage=stage_index,
         parameters=sizes.get(PARAMETERS, 0),
         optimizer=optimizer.state,
         gradients=sizes.get(GRADIENTS, 0),
@@ -514,10 +514,10 @@ class BorderBytes:
 
 
 def border_bytes(chunk: Chunk, pipeline: PipelineSpec) -> BorderBytes:
-    """Return the `BorderBytes` of a chunk."""
+    """Return the bytes that the dry run of a chunk frees too early or shares with its neighbors."""
 
-    def on_same_stage(number: int) -> bool:
-        return 0 <= number < pipeline.num_chunks and pipeline.stage_of(number) == chunk.stage
+    def on_same_stage(index: int) -> bool:
+        return 0 <= index < pipeline.num_chunks and pipeline.stage_of(index) == chunk.stage
 
     is_previous_on_stage = on_same_stage(chunk.number - 1)
     return BorderBytes(

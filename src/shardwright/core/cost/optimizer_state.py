@@ -201,19 +201,21 @@ def _factories_by_shard(
         return names
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise _unknown_optimizer_error(optimizer)
-    groups = [_group_factory(optimizer, group) for group in optimizer.param_groups]
+    groups = [_optimizer_factory_of_group(optimizer, group) for group in optimizer.param_groups]
     factories: dict[Shape, list[MakeOptimizer]] = {}
     for group, make_optimizer in zip(optimizer.param_groups, groups, strict=True):
         for parameter in group["params"]:
             factories.setdefault(tuple(parameter.shape), []).append(make_optimizer)
     # The optimizer is an example, over parameters of other shapes.
     if not any(shard.full in factories for shard in shards):
-        return [_group_factory(optimizer, {})] * len(shards)
+        return [_optimizer_factory_of_group(optimizer, {})] * len(shards)
     # By shape, in the order of the groups: shards have no parameter objects to look up.
     return [factories[s.full].pop(0) if factories.get(s.full) else None for s in shards]
 
 
-def _group_factory(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> MakeOptimizer:
+def _optimizer_factory_of_group(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any]
+) -> MakeOptimizer:
     """Return a constructor of optimizers like `optimizer` with the options of a parameter group."""
     optimizer_class = type(optimizer)
     signature = inspect.signature(optimizer_class).parameters
@@ -258,9 +260,9 @@ def _unknown_optimizer_error(optimizer: object) -> PlanError:
 
 @lru_cache(maxsize=1 << 12)
 def _named_optimizer_bytes(
-    optimizer: str, shape: Shape, dtype: torch.dtype, full: Shape
+    optimizer: str, shape: Shape, dtype: torch.dtype, full_shape: Shape
 ) -> OptimizerBytes:
-    # Named optimizers compute state from parameters and gradients, so `full` does not matter.
+    # Named optimizers compute state from parameters and gradients, so `full_shape` does not matter.
     return _optimizer_bytes_of_parameter(_optimizer_factory(optimizer), shape, dtype, shape)
 
 
@@ -269,10 +271,10 @@ class _DerivedTensor(Tensor):
 
 
 def _optimizer_bytes_of_parameter(
-    make_optimizer: MakeOptimizer, shape: Shape, dtype: torch.dtype, full: Shape
+    make_optimizer: MakeOptimizer, shape: Shape, dtype: torch.dtype, full_shape: Shape
 ) -> OptimizerBytes:
     """Measure the bytes of an optimizer for a shard of shape `shape` of a parameter of shape
-    `full`."""
+    `full_shape`."""
     parameter = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
     parameter.grad = torch.empty_like(parameter, requires_grad=False)
     try:
@@ -283,30 +285,30 @@ def _optimizer_bytes_of_parameter(
         return OptimizerBytes(0, 0)
     try:
         measured = _measure_optimizer_bytes(optimizer, parameter)
-        if full == shape:
+        if full_shape == shape:
             return measured
         # State that is created from a shape is replicated: counted at the full size, not that of a
         # shard.
-        replicated = _replicated_state_bytes(make_optimizer, full, dtype) - _replicated_state_bytes(
-            make_optimizer, shape, dtype
-        )
-        return OptimizerBytes(measured.state + replicated, measured.temporary)
+        full_bytes = _replicated_state_bytes(make_optimizer, full_shape, dtype)
+        shard_bytes = _replicated_state_bytes(make_optimizer, shape, dtype)
+        return OptimizerBytes(measured.state + full_bytes - shard_bytes, measured.temporary)
     except Exception:
         # The step reads values, which tensors on the meta device do not have.
-        return _scale_bytes_of_small_parameter(make_optimizer, shape, dtype, full)
+        return _scale_bytes_of_small_parameter(make_optimizer, shape, dtype, full_shape)
 
 
 def _replicated_state_bytes(make_optimizer: MakeOptimizer, shape: Shape, dtype: torch.dtype) -> int:
     """Return the bytes of optimizer state that is created from a parameter's shape, not from the
     parameter, and so is not sharded like it."""
-    optimizer = make_optimizer([_derived_parameter(torch.empty(shape, dtype=dtype, device="meta"))])
+    parameter = torch.empty(shape, dtype=dtype, device="meta")
+    optimizer = make_optimizer([_make_derived_parameter(parameter)])
     optimizer.step()
     optimizer.step()
     tensors = _state_tensors(optimizer)
     return sum(tensor.nbytes for tensor in tensors if not isinstance(tensor, _DerivedTensor))
 
 
-def _derived_parameter(value: Tensor) -> Tensor:
+def _make_derived_parameter(value: Tensor) -> Tensor:
     parameter = value.as_subclass(_DerivedTensor)
     # A clone, whose storage counts beside that of the parameter.
     parameter.grad = value.clone().as_subclass(_DerivedTensor)
@@ -319,17 +321,17 @@ def _state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
 
 
 def _scale_bytes_of_small_parameter(
-    make_optimizer: MakeOptimizer, shape: Shape, dtype: torch.dtype, full: Shape
+    make_optimizer: MakeOptimizer, shape: Shape, dtype: torch.dtype, full_shape: Shape
 ) -> OptimizerBytes:
-    """Return the bytes of an optimizer for a shard of shape `shape` of a parameter of shape `full`,
-    scaled from those of a small parameter.
+    """Return the bytes of an optimizer for a shard of shape `shape` of a parameter of shape
+    `full_shape`, scaled from those of a small parameter.
 
     Raises:
         PlanError: if a step of the optimizer fails.
     """
     # Different primes, 5, 11, 17, ..., so that the size of a state's dim identifies the dim.
     small = tuple(next(_iterate_primes(5 * (index + 1))) for index in range(len(shape)))
-    parameter = _derived_parameter(torch.ones(small, dtype=dtype))
+    parameter = _make_derived_parameter(torch.ones(small, dtype=dtype))
     optimizer = make_optimizer([parameter])
     try:
         measured = _measure_optimizer_bytes(optimizer, parameter)
@@ -342,7 +344,7 @@ def _scale_bytes_of_small_parameter(
         ) from error
     state = 0
     for tensor in _state_tensors(optimizer):
-        stored = shape if isinstance(tensor, _DerivedTensor) else full
+        stored = shape if isinstance(tensor, _DerivedTensor) else full_shape
         sizes = dict(zip(small, stored, strict=True))
         state += _scaled_numel(tensor.shape, sizes, prod(small), prod(stored)) * tensor.itemsize
     # Temporary tensors are as large as the parameter; a scalar has no elements to scale.

@@ -242,7 +242,7 @@ class Timeline:
     def bubbles(self) -> tuple[float, ...]:
         """Fraction of the step for which each stage is idle."""
         busy = [0.0] * self.pipeline.stages
-        seconds = _seconds_of_actions(self.chunks)
+        seconds = _seconds_by_pass_type(self.chunks)
         for each in _list_passes(self.pipeline):
             busy[each.stage] += seconds[each.action.pass_type][each.action.chunk]
         return tuple(1 - each / self.seconds for each in busy)
@@ -271,7 +271,7 @@ def timeline(pipeline: PipelineSpec, chunks: Sequence[ChunkSeconds]) -> Timeline
             f"got seconds of {len(chunks)} chunks, but the pipeline has {pipeline.num_chunks}\n"
             "pass the seconds of each chunk, in model order"
         )
-    seconds = _seconds_of_actions(chunks)
+    seconds = _seconds_by_pass_type(chunks)
     sends = [chunk.send for chunk in chunks]
     ends: list[float] = []
     for each in _list_passes(pipeline):
@@ -287,7 +287,7 @@ def timeline(pipeline: PipelineSpec, chunks: Sequence[ChunkSeconds]) -> Timeline
     return Timeline(pipeline, tuple(chunks), tuple(ends))
 
 
-def _seconds_of_actions(chunks: Sequence[ChunkSeconds]) -> dict[str, list[float]]:
+def _seconds_by_pass_type(chunks: Sequence[ChunkSeconds]) -> dict[str, list[float]]:
     """Return a dict from pass type to the seconds of that pass in each chunk."""
     return {
         pass_type: [chunk.seconds_of(pass_type) for chunk in chunks] for pass_type in PASS_TYPES

@@ -312,11 +312,12 @@ def _transfer_seconds(
 def bucket_seconds(
     communication: Communication, model: TimeModel
 ) -> Iterator[tuple[Bucket, str, bool, int, float]]:
-    """Yield (bucket, data, once per step, direction, seconds) for each all-gather and each gradient
-    reduction of a parameter bucket.
+    """Yield the predicted seconds of each all-gather and each gradient reduction of a parameter
+    bucket.
 
-    `data` is `parameters` or `gradients`; `once per step` is False if the collective runs once per
-    micro-batch; `direction` is 0 for forward and 1 for backward.
+    Yields:
+        The bucket; `parameters` or `gradients`; whether the collective runs once per step rather
+        than once per micro-batch; 0 for the forward and 1 for the backward pass; and seconds.
     """
     for bucket in communication.buckets:
         gather, reduce = _gather_and_reduce_seconds(bucket, model)

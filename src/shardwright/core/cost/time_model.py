@@ -125,8 +125,8 @@ class TimeModel:
             )
             return sum(moved) / self.device.stream_bandwidth
 
-        sides = (local_size(*side) for side in work.sides)
-        rate = self.device.rate(work.dtype, sides, work.category == "attention")
+        sizes = (local_size(*size) for size in work.product_sizes)
+        rate = self.device.rate(work.dtype, sizes, work.category == "attention")
         overhead = self.device.overhead
         forward = backward = 0.0
         # Views move no bytes and launch no kernel, so they take no overhead either.

@@ -44,8 +44,9 @@ class TimePart:
     hidden: float = 0.0
 
 
-_Parts = dict[tuple[str, Axes, bool], float]
-"""Seconds of a step by (`TimePart.kind`, mesh axes, whether the seconds overlap computation)."""
+_SecondsByKindAndAxes = dict[tuple[str, Axes, bool], float]
+"""Seconds of a step, by (type of computation or of communicated data, mesh axes, whether the
+seconds overlap computation)."""
 
 
 def time_parts(partitioned: Partitioned, predicted: Predicted) -> tuple[TimePart, ...]:
@@ -59,22 +60,23 @@ def time_parts(partitioned: Partitioned, predicted: Predicted) -> tuple[TimePart
     """
     pipeline, names = partitioned.pipeline, partitioned.mesh.alias_names
     model = TimeModel(predicted.cluster, partitioned.mesh, pipeline.stages)
-    stages: list[_Parts] = [defaultdict(float) for _ in range(pipeline.stages)]
+    stages: list[_SecondsByKindAndAxes] = [defaultdict(float) for _ in range(pipeline.stages)]
     for chunk, time in zip(partitioned.chunks, predicted.chunks, strict=True):
         for component, axes, seconds, hidden in _chunk_time_parts(chunk, time, model, predicted):
             stages[chunk.stage][component, tuple(sorted(axes)), False] += seconds - hidden
             stages[chunk.stage][component, tuple(sorted(axes)), True] += hidden
     # Stages on separate devices run at the same time, so the slowest stage determines the step.
     if not model.shares_processor:
-        stages = [max(stages, key=_exposed_seconds)]
-    seconds_of: _Parts = defaultdict(float)
+        stages = [max(stages, key=_sum_exposed_seconds)]
+    seconds_of: _SecondsByKindAndAxes = defaultdict(float)
     for stage in stages:
         for key, seconds in stage.items():
             # Of the slowest stage, or the mean of all.
             seconds_of[key] += seconds / len(stages)
     # A stage waits for other stages in all seconds of the step in which it does no work.
     if pipeline.stages > 1:
-        seconds_of[WAITING, (), False] = max(0.0, predicted.seconds - _exposed_seconds(seconds_of))
+        working_seconds = _sum_exposed_seconds(seconds_of)
+        seconds_of[WAITING, (), False] = max(0.0, predicted.seconds - working_seconds)
     parts_of_step = (
         TimePart(
             data, tuple(names[a] for a in axes), value, seconds_of.get((data, axes, True), 0.0)
@@ -86,15 +88,15 @@ def time_parts(partitioned: Partitioned, predicted: Predicted) -> tuple[TimePart
     return tuple(sorted(nonzero, key=lambda each: (KINDS.index(each.kind), -each.seconds)))
 
 
-def _exposed_seconds(seconds_of: _Parts) -> float:
+def _sum_exposed_seconds(seconds_of: _SecondsByKindAndAxes) -> float:
     return sum(seconds for (_, _, hidden), seconds in seconds_of.items() if not hidden)
 
 
 def _chunk_time_parts(
     chunk: Chunk, time: StepTime, model: TimeModel, predicted: Predicted
 ) -> Iterator[tuple[str, Axes, float, float]]:
-    """Yield (`TimePart.kind`, axes, exposed seconds, overlapped seconds) for each operator and each
-    collective of a chunk in a step."""
+    """Yield the seconds per step of each operator and each collective of a chunk, as (one of
+    `KINDS`, mesh axes, seconds, of which seconds that overlap computation)."""
     communication, times = chunk.communication, time.micro_batches
     repeated_ops = (
         communication.recomputed_ops if predicted.repeats_segments else communication.repeated_ops

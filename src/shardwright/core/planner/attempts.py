@@ -34,8 +34,8 @@ class Attempt:
 
 
 AttemptGroups = Sequence[Sequence[Attempt]]
-"""Options to try in one phase of the search, in groups of equal `mem_coeff`, ascending: a larger
-`mem_coeff` is rarely faster."""
+"""Attempts of one phase of the search, in groups of equal `mem_coeff` by ascending `mem_coeff`, as
+plans with a larger `mem_coeff` are rarely faster."""
 
 
 def attempt_phases(options: PlanOptions) -> list[AttemptGroups]:
@@ -146,8 +146,8 @@ MAX_DOUBLINGS = 10
 
 
 def _describe_other_remedies(options: PlanOptions, limit: int, stage: StageMemory) -> str:
-    """Return text that lists changes of `options` with which a plan would fit, such as more
-    devices, each with an estimate of its memory.
+    """Return the part of an error text that lists changes of `options` with which a plan would fit,
+    such as more devices, each with an estimate of its memory.
 
     Args:
         limit: memory limit in bytes per device.

@@ -43,7 +43,7 @@ def best_candidate(tasks: Sequence[PlanTask], ranking: Ranking | None = None) ->
     Args:
         tasks: the model captured for one or more numbers of micro-batches, each with options that
             differ in this number only; several numbers require a cluster.
-        ranking: records the fastest candidate of each kind.
+        ranking: records the fastest candidate of each `PlanKind`.
 
     Raises:
         StrategyError: if no operator can be sharded, or the requested stages are invalid.

@@ -67,7 +67,7 @@ class _MicroBatchChoice:
     ) -> None:
         self._counts, self._prepare, self._ranking = counts, prepare, ranking
         self._errors: list[ShardwrightError] = []
-        self._mixed: MixedSamplesError | None = None
+        self._mixed_samples_error: MixedSamplesError | None = None
 
     def best(self) -> Candidate:
         """Return the candidate with the shortest predicted step over all numbers of micro-batches.
@@ -79,11 +79,11 @@ class _MicroBatchChoice:
         for tasks in self._group_tasks_by_search():
             try:
                 candidate = self._best_candidate_with_captured_graph(tasks)
-            except KeyboardInterrupt as stopped:
-                self._raise_interrupt(stopped, best, tasks)
+            except KeyboardInterrupt as interrupt:
+                self._raise_interrupt(interrupt, best, tasks)
             except (PlanError, StrategyError, MemoryLimitError) as error:
-                # Another number of micro-batches may be possible; without any, `_no_plan_error`
-                # chooses an error.
+                # Another number of micro-batches may be possible; without any,
+                # `_make_no_plan_error` chooses an error.
                 self._errors.append(error)
                 log.info("%s", error)
                 continue
@@ -96,25 +96,25 @@ class _MicroBatchChoice:
             if graph.loss is None or any(takes_statistics(op) for op in graph.ops):
                 break
         if best is None:
-            raise self._no_plan_error()
+            raise self._make_no_plan_error()
         return best
 
     def _raise_interrupt(
-        self, stopped: KeyboardInterrupt, best: Candidate | None, tasks: list[PlanTask]
+        self, interrupt: KeyboardInterrupt, best: Candidate | None, tasks: list[PlanTask]
     ) -> NoReturn:
-        """Raise `PlanInterrupted` with the best plan so far, or `stopped` if there is no plan.
+        """Raise `PlanInterrupted` with the best plan so far, or `interrupt` if there is no plan.
 
         Args:
-            stopped: error that the interrupted search of `tasks` raised.
+            interrupt: error that the interrupted search of `tasks` raised.
             best: best candidate of the earlier searches; None if none was found.
         """
-        candidate = stopped.candidate if isinstance(stopped, PlanInterrupted) else None
+        candidate = interrupt.candidate if isinstance(interrupt, PlanInterrupted) else None
         if candidate is not None and (best is None or candidate.seconds < best.seconds):
             raise PlanInterrupted(
                 lambda: self._replace_derived_graph(candidate, tasks).plan()
             ) from None
         if best is None:
-            raise stopped
+            raise interrupt
         raise PlanInterrupted(best.plan) from None
 
     def _replace_derived_graph(self, candidate: Candidate, tasks: list[PlanTask]) -> Candidate:
@@ -152,7 +152,7 @@ class _MicroBatchChoice:
                 yield self._prepare(count, False)
             except MixedSamplesError as error:
                 # The loss mixes samples, so every number but 1 raises this error.
-                self._mixed = error
+                self._mixed_samples_error = error
                 return
             except (CaptureError, MemoryLimitError, PlanError, StrategyError) as error:
                 self._errors.append(error)
@@ -180,23 +180,23 @@ class _MicroBatchChoice:
             if self._ranking is not None:
                 # Its candidates belong to a graph that was replaced.
                 self._ranking.clear()
-        raise self._no_plan_error()
+        raise self._make_no_plan_error()
 
-    def _capture_graph_of_task(self, tasks: list[PlanTask], derived: PlanTask) -> bool:
-        """Replace the derived graph of one of `tasks` by a captured one, or remove the task if its
-        model cannot be captured; return whether its candidates may have changed."""
-        index = tasks.index(derived)
+    def _capture_graph_of_task(self, tasks: list[PlanTask], task: PlanTask) -> bool:
+        """Replace the derived graph of `task`, one of `tasks`, by a captured graph, or remove the
+        task if its model cannot be captured; return whether its candidates may have changed."""
+        index = tasks.index(task)
         try:
-            captured = self._prepare(derived.options.num_micro_batches, True)
+            captured = self._prepare(task.options.num_micro_batches, True)
         except (CaptureError, PlanError, StrategyError) as error:
             self._errors.append(error)
             del tasks[index]
             return True
-        if derived.model.graph.fingerprint != captured.model.graph.fingerprint:
+        if task.model.graph.fingerprint != captured.model.graph.fingerprint:
             tasks[index] = captured
             return True
         # The graphs are equal, so the model keeps its cached searches and dry runs.
-        model = replace(derived.model, graph=captured.model.graph)
+        model = replace(task.model, graph=captured.model.graph)
         tasks[index] = replace(captured, model=model)
         return False
 
@@ -206,13 +206,14 @@ class _MicroBatchChoice:
             self._ranking.replace_models(models)
         return replace(candidate, model=models[candidate.pipeline.micro_batches])
 
-    def _no_plan_error(self) -> ShardwrightError:
-        if self._mixed is not None and self._errors:
+    def _make_no_plan_error(self) -> ShardwrightError:
+        if self._mixed_samples_error is not None and self._errors:
             error = StrategyError(
                 f"micro_batches='auto': this model can be trained with one micro-batch only:"
-                f" {self._mixed}\nset micro_batches=1 and resolve its error: {self._errors[0]}"
+                f" {self._mixed_samples_error}\n"
+                f"set micro_batches=1 and resolve its error: {self._errors[0]}"
             )
-            error.__cause__ = self._mixed
+            error.__cause__ = self._mixed_samples_error
             return error
         over_limit = [error for error in self._errors if isinstance(error, MemoryLimitError)]
         if over_limit:

@@ -121,7 +121,7 @@ class MemorySearch:
     def add(
         self, bound: float, entry: QueuedCandidate | QueuedOptions, seconds: float = 0.0
     ) -> None:
-        """Queue `entry` with the lower bound `max(bound, seconds)` on its step time.
+        """Queue `entry` with `max(bound, seconds)` as the lower bound on its step time.
 
         Args:
             bound: lower bound in seconds on the step time of all entries derived from the same
@@ -132,7 +132,7 @@ class MemorySearch:
         heappush(self.queue, (max(bound, seconds), seconds, next(self.entry_numbers), entry))
 
     def count_attempts(self, on_progress: OnProgress) -> OnProgress:
-        """Wrap a progress callback to report how many of all attempts were searched.
+        """Return a progress callback that passes the share of searched attempts to `on_progress`.
 
         The total is known from the start. A search may end before all attempts are searched, as it
         skips attempts that cannot be faster.
@@ -439,7 +439,7 @@ class MemorySearch:
         options, is_first = attempt.options, not self.entry_keys
         try:
             for candidate in self.find_candidates(options):
-                queued = self._make_unique_entry(candidate, attempt)
+                queued = self._wrap_if_unique(candidate, attempt)
                 if queued is None:
                     continue
                 if self._may_fit_in_memory(queued):
@@ -455,8 +455,8 @@ class MemorySearch:
     def _may_fit_in_memory(self, queued: QueuedCandidate) -> bool:
         return self.limit is None or max(queued.min_memory) <= self.limit
 
-    def _make_unique_entry(self, candidate: Candidate, attempt: Attempt) -> QueuedCandidate | None:
-        """Return a queue entry for `candidate`, or None if an equal candidate was queued before."""
+    def _wrap_if_unique(self, candidate: Candidate, attempt: Attempt) -> QueuedCandidate | None:
+        """Return a `QueuedCandidate`, or None if an equal candidate was queued before."""
         # A larger `mem_coeff` often gives the same cuts.
         key = memory_and_time_key(candidate, attempt)
         if key in self.entry_keys:
@@ -465,14 +465,12 @@ class MemorySearch:
         min_memory = memory_lower_bounds(candidate.partitioned, attempt.options.optimizer)
         return QueuedCandidate(attempt, candidate, min_memory)
 
-    def _make_unique_aligned_entry(self, queued: QueuedCandidate) -> QueuedCandidate | None:
-        """Return a queue entry for `Candidate.aligned`, or None if an equal candidate was queued
-        before."""
+    def _wrap_aligned_if_unique(self, queued: QueuedCandidate) -> QueuedCandidate | None:
+        """Return the aligned candidate of `queued` for the queue, or None if an equal candidate was
+        queued before."""
         aligned = queued.candidate.aligned
         return (
-            queued
-            if aligned is queued.candidate
-            else self._make_unique_entry(aligned, queued.attempt)
+            queued if aligned is queued.candidate else self._wrap_if_unique(aligned, queued.attempt)
         )
 
     def _return_or_requeue_candidate(
@@ -555,7 +553,7 @@ class MemorySearch:
 
         Aligning takes many predictions, so only candidates that may be chosen are aligned.
         """
-        aligned = self._make_unique_aligned_entry(queued)
+        aligned = self._wrap_aligned_if_unique(queued)
         if aligned is None:
             return
         aligned = replace(aligned, is_aligned=True, must_recompute=queued.must_recompute)
@@ -637,7 +635,7 @@ class MemorySearch:
         return bool(postponed)
 
     def measure_dropped(self) -> None:
-        """Measure dropped candidates that may need less memory than the smallest measured so far.
+        """Measure dropped candidates that may need less memory than the smallest plan so far.
 
         A candidate that fits although an estimate was above the limit is queued again.
         """
@@ -646,18 +644,18 @@ class MemorySearch:
             queued = min(self.dropped, key=lambda queued: queued.lower_bound)
             self.dropped.remove(queued)
             # Bounds ascend, so no other dropped candidate needs less.
-            if not self._may_need_less_than_smallest(queued.lower_bound):
+            if not self._may_need_less_than_smallest_plan(queued.lower_bound):
                 break
             if queued.block_depth is not None:
                 self._measure_fully_recomputed(queued, queued.block_depth)
-            elif (aligned := self._make_unique_aligned_entry(queued)) is None:
+            elif (aligned := self._wrap_aligned_if_unique(queued)) is None:
                 continue
             elif queued.attempt.recompute:
-                self.dropped.extend(self._split_entry_by_depth(aligned))
+                self.dropped.extend(self._split_candidate_by_depth(aligned))
             else:
                 self._measure_candidate_memory(aligned)
 
-    def _may_need_less_than_smallest(self, min_memory: int) -> bool:
+    def _may_need_less_than_smallest_plan(self, min_memory: int) -> bool:
         return self.smallest_measured is None or min_memory < self.smallest_measured[0].peak
 
     def _measure_fully_recomputed(self, queued: QueuedCandidate, depth: int) -> None:
@@ -672,10 +670,10 @@ class MemorySearch:
         if search.can_fit:
             # Its own step is the only bound that a dropped candidate has.
             self.add(0.0, replace(queued, recompute_search=search), queued.candidate.seconds)
-        elif self._may_need_less_than_smallest(search.largest_stage.peak):
+        elif self._may_need_less_than_smallest_plan(search.largest_stage.peak):
             self._record_smallest_peak(search.fully_recomputed, queued.attempt)
 
-    def _split_entry_by_depth(self, queued: QueuedCandidate) -> Iterator[QueuedCandidate]:
+    def _split_candidate_by_depth(self, queued: QueuedCandidate) -> Iterator[QueuedCandidate]:
         """Yield a copy of `queued` for each depth of the module tree, with a lower bound on memory
         if all modules of that depth are recomputed."""
         recompute_levels = self.recompute_cache.recompute_levels(queued.candidate)

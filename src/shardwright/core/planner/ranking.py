@@ -1,5 +1,5 @@
-"""Rank the fastest plans that a search finds, one of each kind, with reasons why other kinds have
-no plan."""
+"""Rank the fastest plans that a search finds, one for each combination of micro-batches, stages,
+schedule, ZeRO level and recomputation (`PlanKind`), with reasons why the others have no plan."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def requested_kind(options: PlanOptions) -> PlanKind:
 
 @dataclass
 class Ranking:
-    """The fastest candidate of each kind of plan, over searches with different numbers of
+    """The fastest candidate of each `PlanKind`, over searches with different numbers of
     micro-batches.
 
     Args:
@@ -82,7 +82,7 @@ class Ranking:
             self.left_out[plan_kind] = reason
 
     def best(self) -> list[Candidate]:
-        """Return the `top` fastest candidates, each of another kind."""
+        """Return the `top` fastest candidates, at most one of each `PlanKind`."""
         return [candidate for _, candidate in self._sorted_candidates()[: self.top]]
 
     def clear(self) -> None:
@@ -107,7 +107,7 @@ class Ranking:
         )
 
     def ranked(self) -> RankedPlans:
-        """Return the `top` fastest plans, and for each other kind the reason why it is left out."""
+        """Return the `top` fastest plans, and for every other `PlanKind` why it is left out."""
         order = self._sorted_candidates()
         left_out = {
             key: reason for key, reason in self.left_out.items() if not self._has_candidate(key)

@@ -32,8 +32,8 @@ from shardwright.core.partition.decisions import Decisions, Recompute
 from shardwright.core.search.recompute.blocks import RecomputeBlocks
 
 Vertex = tuple[float, float]
-"""A point of the recomputation curve: (freed fraction of the activations, recomputation seconds per
-micro-batch)."""
+"""Point of the convex curve of least recomputation time: a pair of the freed fraction of the
+activations and the recomputation seconds per micro-batch."""
 
 BISECTIONS = 30
 """Number of bisections of the step time; each halves the error."""
@@ -41,7 +41,7 @@ BISECTIONS = 30
 
 @dataclass(frozen=True)
 class BlockOption:
-    """One way to recompute activations of equal blocks.
+    """An option to recompute activations of a block, which equal blocks share.
 
     Args:
         freed: fraction of the model's saved activations that the option frees in one block.
@@ -55,7 +55,7 @@ class BlockOption:
 
 @dataclass(frozen=True)
 class RecomputeOptions:
-    """The ways to recompute the activations of a model, independent of its batch size.
+    """The options to recompute the activations of each block of a model, for any batch size.
 
     Args:
         blocks: for each depth of the module tree at which modules may be recomputed as blocks,
@@ -128,10 +128,18 @@ def result_bytes(graph: Graph) -> int:
 def _count_equal_blocks(
     graph: Graph,
     options_of_blocks: Iterable[Sequence[tuple[int, Sequence[str]]]],
-    saved: int,
+    saved_bytes: int,
 ) -> list[tuple[Sequence[BlockOption], int]]:
-    """Merge blocks with equal options, and return (options of a block, number of equal blocks)
-    pairs."""
+    """Count the blocks with equal recomputation options.
+
+    Args:
+        options_of_blocks: for each block and each of its options, the bytes that the option frees
+            and the names of the operators that it recomputes.
+        saved_bytes: bytes that all blocks save without recomputation.
+
+    Returns:
+        Pairs of the options of a block and the number of blocks with these options.
+    """
     representatives: dict[int, str] = {}
     blocks: Counter[tuple[tuple[int, tuple[tuple[str, int], ...]], ...]] = Counter()
 
@@ -147,7 +155,7 @@ def _count_equal_blocks(
             )
         ] += 1
     return [
-        ([BlockOption(freed / saved, dict(names)) for freed, names in options], number)
+        ([BlockOption(freed / saved_bytes, dict(names)) for freed, names in options], number)
         for options, number in blocks.items()
     ]
 

@@ -20,14 +20,14 @@ class ReportTimes:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         # A monotonic clock by default: the system time may be set during a search.
         self._clock, self._start = clock, clock()
-        self._next = FIRST_REPORT_SECONDS
+        self._next_report_seconds = FIRST_REPORT_SECONDS
 
     def due(self) -> float | None:
         """Return the seconds that the search has taken if a report is due, else None."""
         seconds = self._clock() - self._start
-        if seconds < self._next:
+        if seconds < self._next_report_seconds:
             return None
         # One step of the search may take longer than the time to several reports.
-        while self._next <= seconds:
-            self._next *= 2
+        while self._next_report_seconds <= seconds:
+            self._next_report_seconds *= 2
         return seconds

@@ -57,9 +57,9 @@ class StepBounds:
         self, graph: Graph, recompute_options: Callable[[], RecomputeOptions] | None = None
     ) -> None:
         self._graph, self._recompute_options = graph, recompute_options
-        self._passes: dict[int, tuple[float, float, float]] = {}
-        self._fastest: dict[int, dict[int, ForwardBackward]] = {}
-        self._limits: dict[int, StageLimits] = {}
+        self._cached_pass_seconds: dict[int, tuple[float, float, float]] = {}
+        self._cached_operator_seconds: dict[int, dict[int, ForwardBackward]] = {}
+        self._cached_stage_limits: dict[int, StageLimits] = {}
 
     def min_seconds(self, options: PlanOptions) -> float:
         """Return a lower bound in seconds on the step time of all plans with `options`, from
@@ -120,9 +120,9 @@ class StepBounds:
         assert isinstance(stages, int)
         assert self._recompute_options is not None
         # By stages alone: all options of a search have one limit and one optimizer.
-        if stages not in self._limits:
+        if stages not in self._cached_stage_limits:
             forward, backward, _ = self._compute_min_pass_seconds(options)
-            fastest, by_name = self._fastest[stages], self._graph.by_name
+            fastest, by_name = self._cached_operator_seconds[stages], self._graph.by_name
             recompute = self._recompute_options()
 
             def seconds_of(name: str) -> float:
@@ -136,7 +136,7 @@ class StepBounds:
                 if value.requires_grad
             ]
             stored = sum(prod(shard.shape) * shard.dtype.itemsize for shard in shards)
-            self._limits[stages] = StageLimits(
+            self._cached_stage_limits[stages] = StageLimits(
                 forward + backward,
                 recompute.curve(seconds_of),
                 # Twice: parameters and their gradients.
@@ -144,18 +144,18 @@ class StepBounds:
                 recompute.saved_bytes_in(self._graph),
                 limit * (options.devices // stages) / MIN_PEAK_RATIO,
             )
-        return self._limits[stages]
+        return self._cached_stage_limits[stages]
 
     def _compute_min_pass_seconds(self, options: PlanOptions) -> tuple[float, float, float]:
         """Return lower bounds for one micro-batch: (seconds of the forward pass, seconds of the
         backward pass, forward plus backward seconds of the longest operator)."""
         stages = options.stages
         assert isinstance(stages, int)
-        if stages in self._passes:
-            return self._passes[stages]
+        if stages in self._cached_pass_seconds:
+            return self._cached_pass_seconds[stages]
         mesh = prime_mesh(options.devices // stages)
         model = TimeModel(options.resolved_cluster, mesh, stages)
-        fastest = self._fastest.setdefault(stages, {})
+        fastest = self._cached_operator_seconds.setdefault(stages, {})
         forward = backward = longest = 0.0
         for op in self._graph.ops:
             work = work_of(op)
@@ -165,8 +165,8 @@ class StepBounds:
             op_forward, op_backward = fastest[id(work)]
             forward, backward = forward + op_forward, backward + op_backward
             longest = max(longest, op_forward + op_backward)
-        self._passes[stages] = forward, backward, longest
-        return self._passes[stages]
+        self._cached_pass_seconds[stages] = forward, backward, longest
+        return self._cached_pass_seconds[stages]
 
 
 def _min_micro_batches_in_flight(options: PlanOptions) -> tuple[int, ...]:

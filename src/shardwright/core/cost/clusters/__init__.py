@@ -36,11 +36,15 @@ def load_cluster(name: str | Path) -> Cluster:
     return cluster_from_content(_load_cluster_with_base(name, ()), str(name))
 
 
-def _load_cluster_with_base(name: str | Path, derived: tuple[str, ...]) -> Any:
-    """Return the contents of a cluster file, with missing entries taken from its `base`.
+def _load_cluster_with_base(name: str | Path, derived_files: tuple[str, ...]) -> Any:
+    """Return the parsed YAML of a cluster file, with missing keys taken from its `base` cluster.
 
     Args:
-        derived: names of the files whose `base` entries led to this file, to detect cycles.
+        name: name of a built-in cluster, or path of a file.
+        derived_files: names of the files whose key `base` led to this file, to detect cycles.
+
+    Raises:
+        ConfigError: if the file does not exist or is invalid, or bases form a cycle.
     """
     content = parse_yaml(_read_cluster_file(name), str(name), ConfigError)
     # `cluster_from_content` raises the error for a file that is not a mapping.
@@ -49,12 +53,12 @@ def _load_cluster_with_base(name: str | Path, derived: tuple[str, ...]) -> Any:
     base, path = content["base"], Path(name)
     # A path is relative to the file that names it.
     inherited = base if base in built_in_clusters() else path.parent / str(base)
-    if not isinstance(base, str) or str(inherited) in (*derived, str(name)):
+    if not isinstance(base, str) or str(inherited) in (*derived_files, str(name)):
         raise ConfigError(
             f"{name}: base must be the name or file of another cluster, not {short_repr(base)}\n"
             f"use one of {', '.join(built_in_clusters())}, or the path of a file"
         )
-    base_content = _load_cluster_with_base(inherited, (*derived, str(name)))
+    base_content = _load_cluster_with_base(inherited, (*derived_files, str(name)))
     if not isinstance(base_content, Mapping):
         return base_content
     for values, file in ((base_content, inherited), (content, name)):
