@@ -57,8 +57,8 @@ class Chunk:
 
     @property
     def border_bytes(self) -> tuple[int, int]:
-        """Bytes per micro-batch that one device sends, (to the next chunk, as gradients to the
-        previous chunk)."""
+        """Bytes per micro-batch that one device sends to adjacent chunks: (outputs to the next
+        chunk, gradients to the previous chunk)."""
         departures, arrivals = self.decisions.departures, self.decisions.arrivals
         # Values without a gradient, such as masks and targets, are sent forward only.
         gradients = [value for value in self.arriving if value.requires_grad]

@@ -13,17 +13,18 @@ def chunk_key(chunk: Chunk) -> tuple[object, ...]:
 
     Values and segments are numbered in order of first appearance.
     """
-    return tuple(_ChunkDescription(chunk).key_parts())
+    return tuple(_ChunkDescription(chunk).describe_chunk())
 
 
 class _ChunkDescription:
-    """Hashable description of a chunk, with numbers instead of names."""
+    """Hashable description of a pipeline chunk, with indices in place of names of values and
+    recomputed segments."""
 
     def __init__(self, chunk: Chunk) -> None:
         self.chunk, self.decisions = chunk, chunk.decisions
         self._numbers: dict[object, int] = {}
 
-    def key_parts(self) -> Iterator[object]:
+    def describe_chunk(self) -> Iterator[object]:
         chunk, graph, decisions = self.chunk, self.chunk.graph, self.decisions
         # Gradients of inputs are computed only if there is a previous chunk.
         yield decisions.sharding, decisions.bucket_bytes, chunk.number > 0, graph.loss is None
@@ -48,7 +49,7 @@ class _ChunkDescription:
             yield tuple(map(self._number_by_first_occurrence, values))
 
     def _number_by_first_occurrence(self, value_or_segment: object) -> int:
-        """Return the number of a value or of a segment name, in order of first appearance."""
+        """Return the index of a value or of a segment name in the order of first appearance."""
         # Repeated layers have different names, but first appearances in the same order.
         return self._numbers.setdefault(value_or_segment, len(self._numbers))
 

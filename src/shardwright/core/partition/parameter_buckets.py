@@ -20,10 +20,12 @@ from shardwright.core.partition.decisions import Decisions
 from shardwright.core.partition.transfer import Transfer
 
 MIN_BUCKETS = 4
-SMALL_BUCKET_BYTES = 2**20
 """Minimum number of buckets of a program, since the reduction of a single bucket starts after the
-backward pass and overlaps nothing; and the bucket size in bytes below which latency outweighs
-overlap, which is the size of the first bucket of `DistributedDataParallel`."""
+backward pass and overlaps nothing."""
+
+SMALL_BUCKET_BYTES = 2**20
+"""Bucket size in bytes below which latency outweighs overlap: the size of the first bucket of
+`DistributedDataParallel`."""
 
 BUCKETED_OPERATIONS = ("vary", "all_gather")
 """Types of steps that are coalesced in buckets. `vary` comes first in a route, so that the
@@ -32,7 +34,7 @@ all-reduce, which is its backward pass, operates on shards."""
 
 @dataclass(frozen=True, eq=False)
 class BucketMember:
-    """A parameter in a bucket, for one of the layouts in which it is used.
+    """A parameter in a bucket of coalesced collectives, for one of the layouts in which it is used.
 
     Args:
         name: name of the parameter; `name@2` for the second layout in which it is used.

@@ -94,8 +94,8 @@ class Partitioned:
 
     @cached_property
     def shared_gradients(self) -> tuple[tuple[tuple[int, ...], int], ...]:
-        """(stage indices, bytes of the gradient on one device) for each trained parameter that
-        several stages read."""
+        """For each trained parameter that several stages read, the indices of these stages and the
+        bytes of the gradient on one device."""
         trained = {v.name: v for c in self.chunks for v in c.graph.parameters if v.requires_grad}
         shared = []
         # For example, the embedding in the first stage and the head in the last stage share a

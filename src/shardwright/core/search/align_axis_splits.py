@@ -55,33 +55,37 @@ def align_axis_splits(
         for name, op_cuts in cuts.items():
             # Only operators that split this group have a position.
             if name not in pinned and _find_split_position(op_cuts, equal_axes):
-                moved = _split_group_at(op_cuts, equal_axes, position)
+                moved = _split_axes_at(op_cuts, equal_axes, position)
                 if all(limits[name][f] % mesh.size(axes) == 0 for f, axes in moved.items()):
                     aligned[name] = moved
         yield aligned
 
 
-def _group_axes_by_factor(cuts: Cuts, group: Axes) -> dict[str, Axes]:
-    """Return a dict from each factor to the axes of `group` that cut it, in order of these axes."""
-    group_axes = {f: tuple(axis for axis in axes if axis in group) for f, axes in cuts.items()}
-    return dict(sorted(((f, axes) for f, axes in group_axes.items() if axes), key=itemgetter(1)))
+def _group_axes_by_factor(cuts: Cuts, equal_axes: Axes) -> dict[str, Axes]:
+    """Return a dict from each factor to those of `equal_axes` that cut it, in order of the axes."""
+    axes_by_factor = {f: tuple(a for a in axes if a in equal_axes) for f, axes in cuts.items()}
+    return dict(
+        sorted(((f, axes) for f, axes in axes_by_factor.items() if axes), key=itemgetter(1))
+    )
 
 
-def _find_split_position(cuts: Cuts, group: Axes) -> int:
-    """Return how many leading axes of `group` cut one factor, if all other axes of `group` cut a
+def _find_split_position(cuts: Cuts, equal_axes: Axes) -> int:
+    """Return how many leading axes of `equal_axes` cut one factor, if all axes after them cut a
     second factor; else 0."""
-    splits = list(_group_axes_by_factor(cuts, group).values())
-    return len(splits[0]) if len(splits) == 2 and splits[0] + splits[1] == group else 0
+    splits = list(_group_axes_by_factor(cuts, equal_axes).values())
+    return len(splits[0]) if len(splits) == 2 and splits[0] + splits[1] == equal_axes else 0
 
 
-def _split_group_at(cuts: Cuts, group: Axes, position: int) -> dict[str, Axes]:
-    """Return `cuts` with `group` split at `position`: its first `position` axes cut the first of
-    the two factors that share `group`, and the remaining axes cut the second."""
-    # In the order of the group's axes, so that the first factor keeps the outermost ones.
-    first, second = _group_axes_by_factor(cuts, group)
-    split = {first: group[:position], second: group[position:]}
+def _split_axes_at(cuts: Cuts, equal_axes: Axes, position: int) -> dict[str, Axes]:
+    """Return the cuts of an operator with `equal_axes`, which cut two factors, split anew: the
+    first `position` axes cut the first factor, and the remaining axes cut the second."""
+    # In the order of the axes, so that the first factor keeps the outermost ones.
+    first, second = _group_axes_by_factor(cuts, equal_axes)
+    split = {first: equal_axes[:position], second: equal_axes[position:]}
     return {
-        # Axes outside of the group stay; sorted, so that the outermost axis comes first.
-        factor: tuple(sorted({*axes} - {*group} | {*split[factor]})) if factor in split else axes
+        # Further axes stay; sorted, so that the outermost axis comes first.
+        factor: (
+            tuple(sorted({*axes} - {*equal_axes} | {*split[factor]})) if factor in split else axes
+        )
         for factor, axes in cuts.items()
     }

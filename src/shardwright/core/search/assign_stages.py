@@ -137,7 +137,7 @@ def _min_work_of_largest_chunk(
     Bisects to a relative precision of 1e-6.
 
     Args:
-        total: prefix sums of `weights`: the work before each position.
+        total: work of the operators before each position where a chunk may end.
         weights: work between each position and the next.
     """
     # No largest chunk is below the heaviest indivisible part, nor below the mean.
@@ -179,14 +179,13 @@ def _bytes_crossing_positions(graph: Graph) -> list[int]:
 def _cheapest_chunk_ends(
     total: Sequence[float], crossing: Sequence[int], count: int, limit: float
 ) -> list[int]:
-    """Return the end position of each of `count` chunks, with the fewest bytes between chunks.
+    """Divide a model into `count` pipeline chunks with the fewest bytes sent between chunks.
 
     Uses dynamic programming over chunk ends. The work of every chunk is above 0 and at most
     `limit`.
 
-    Args:
-        total: work before each position.
-        crossing: bytes that cross each position.
+    Returns the end position of each chunk. `total` is the work before each position, `crossing` the
+    bytes of values computed before and read after it.
     """
     num_positions = len(total)
     infinity = float("inf")

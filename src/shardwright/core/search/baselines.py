@@ -36,15 +36,15 @@ def data_parallel(graph: Graph, mesh: DeviceMatrix) -> CutsOfGraph:
         )
     # Cutting a deep model takes most of a second, so batch sizes are checked first.
     if all(value.shape[0] % devices for value in graph.input_values if value.shape):
-        raise _indivisible_batch_error(batch_size, devices)
+        raise _make_indivisible_batch_error(batch_size, devices)
     batched, cuts = _data_parallel_cuts(graph, mesh)
     # The dim that is sharded as the batch may be another than the check above looked at.
     if batched.batch_size is not None and batched.batch_size % devices:
-        raise _indivisible_batch_error(batch_size, devices)
+        raise _make_indivisible_batch_error(batch_size, devices)
     return cuts
 
 
-def _indivisible_batch_error(batch_size: int, devices: int) -> StrategyError:
+def _make_indivisible_batch_error(batch_size: int, devices: int) -> StrategyError:
     valid = " or ".join(map(str, nearest_multiples(batch_size, devices)))
     return StrategyError(
         f"data parallel: the batch size {batch_size} (dim 0 of the inputs) is not divisible by"
@@ -100,7 +100,7 @@ def _shards_all_batch_ops(indexed: IndexedGraph, cuts: CutsOfGraph, mesh: Device
 def _replace_batch_dims(
     indexed: IndexedGraph, graph: Graph, dims: Sequence[int | None]
 ) -> IndexedGraph:
-    """Return a copy of `indexed` with other batch dims.
+    """Return a copy of `indexed` in which the batch dims of the model inputs are `dims`.
 
     Args:
         dims: batch dim of each leaf of the model's arguments; None for a leaf without a batch.

@@ -18,8 +18,8 @@ from shardwright.core.search.nearby_cuts import layouts_of
 from shardwright.core.search.request import CutsOfGraph, SearchRequest
 
 SharedRedistribution = tuple[TensorLayout, TensorLayout, Sequence[TensorLayout]]
-"""Source layout and target layout of the redistribution of a value, and the target layouts of other
-redistributions of the value that may share its first steps."""
+"""A redistribution of a value, as its source layout, its target layout, and the target layouts of
+further redistributions of the value, with which it may share its first steps."""
 
 
 @dataclass(frozen=True, slots=True)

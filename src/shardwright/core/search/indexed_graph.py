@@ -351,29 +351,34 @@ def _op_type_of_each_op(graph: Graph) -> tuple[OpType, ...]:
 
 
 def _find_replicating_inputs_of_ops(
-    op_types: Sequence[OpType], inputs: Sequence[tuple[int, ...]], data: Sequence[bool]
+    op_types: Sequence[OpType],
+    inputs: Sequence[tuple[int, ...]],
+    is_input_dependent: Sequence[bool],
 ) -> tuple[tuple[bool, ...], ...]:
     cached: dict[tuple[object, ...], tuple[bool, ...]] = {}
     flags = []
     for op_type, read in zip(op_types, inputs, strict=True):
-        is_data = tuple(data[v] for v in read)
+        input_dependent = tuple(is_input_dependent[v] for v in read)
         # By type and flags, as the layers of a deep model have the same few combinations.
-        key = (id(op_type), is_data)
+        key = (id(op_type), input_dependent)
         if key not in cached:
-            cached[key] = _find_replicating_inputs(op_type, is_data)
+            cached[key] = _find_replicating_inputs(op_type, input_dependent)
         flags.append(cached[key])
     return tuple(flags)
 
 
-def _find_replicating_inputs(op_type: OpType, is_data: tuple[bool, ...]) -> tuple[bool, ...]:
+def _find_replicating_inputs(
+    op_type: OpType, input_dependent: tuple[bool, ...]
+) -> tuple[bool, ...]:
     """Return, for each input of an operator, whether a replicated input makes the operator
     replicated.
 
     Args:
-        is_data: for each input whether it depends on the model's inputs, not only on parameters.
+        input_dependent: for each input whether it depends on the model's inputs, not only on
+            parameters.
     """
     # An input that carries all factors decides; a bias or a mask that lacks some is broadcast.
-    counted = is_data if any(is_data) else (True,) * len(is_data)
+    counted = input_dependent if any(input_dependent) else (True,) * len(input_dependent)
     # Factors that no axis can cut do not count: an input that lacks one is as good as complete.
     factors_of = [
         {f for f in dims if f != NO_CUT and op_type.limits[f] > 1} for dims in op_type.inputs

@@ -124,12 +124,12 @@ def unjoined_limits(rule: ShardingRule) -> dict[str, int]:
 
 
 OpLayouts = tuple[tuple[TensorLayout, ...], tuple[TensorLayout, ...]]
-"""(Layouts of an operator's inputs, layouts of its outputs)."""
+"""The layouts of an operator's inputs, and those of its outputs."""
 
 
 def layouts_of(op: Op, rule: ShardingRule | None, mesh: DeviceMatrix, cuts: Cuts) -> OpLayouts:
-    """Return (layouts of the inputs, layouts of the outputs) of an operator; replicated without a
-    rule."""
+    """Return the layouts of an operator's inputs and those of its outputs under `cuts`; replicated
+    without a sharding rule."""
     if rule is not None:
         return rule.layouts(mesh, cuts)
     # An operator without a rule runs on full tensors on every device.

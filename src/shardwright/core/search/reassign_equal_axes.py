@@ -21,7 +21,8 @@ from shardwright.core.rules.rule import Cuts
 from shardwright.core.search.request import CutsOfGraph
 
 PrioritizedAxis = tuple[int, int]
-"""(priority, axis): priority 0 if the axis shards the batch, 1 for sequence positions, else 2."""
+"""Pair of a priority and a mesh axis; the priority is 0 if the axis shards the batch, 1 for
+sequence positions, else 2."""
 
 
 def reassign_equal_axes(

@@ -1,4 +1,4 @@
-"""Layouts as counts of axes, and lower bounds on the seconds of redistributions between them.
+"""Layouts as numbers of mesh axes per dim, and lower bounds on the seconds of redistributions.
 
 Axes of equal size on one link level form a group. A lower bound depends only on how many axes of
 each group shard each dim, not on which axes, so that layouts are given as counts, which are far
@@ -30,8 +30,8 @@ ROUNDING = 1e-6
 """Maximum fraction of a tensor that counts as a rounding error of single precision."""
 
 Counts = npt.NDArray[np.int64]
-"""Array of numbers of axes: how many axes of each group cut each factor of an operator, or shard
-each dim of a tensor; the last two dimensions are (factor or dim, axis group)."""
+"""Integer array of shape (..., factor or dim, axis group): the number of mesh axes of each
+`AxisGroup` that cut each factor of an operator, or shard each dim of a tensor."""
 
 
 @dataclass(frozen=True)
@@ -91,14 +91,14 @@ def enumerate_cut_counts(
     return cut_counts if len(cut_counts) <= max_cuts else None
 
 
-def _distribute_axes_over_factors(axes: int, factors: int) -> Iterator[tuple[int, ...]]:
-    """Yield the numbers of axes of each factor, for all ways to distribute at most `axes` equal
-    axes over `factors` factors."""
-    if not factors:
+def _distribute_axes_over_factors(num_axes: int, num_factors: int) -> Iterator[tuple[int, ...]]:
+    """Yield every tuple of `num_factors` non-negative integers, the numbers of axes that cut each
+    factor, whose sum is at most `num_axes`."""
+    if not num_factors:
         yield ()
         return
-    for first in range(axes + 1):
-        for later_counts in _distribute_axes_over_factors(axes - first, factors - 1):
+    for first in range(num_axes + 1):
+        for later_counts in _distribute_axes_over_factors(num_axes - first, num_factors - 1):
             yield (first, *later_counts)
 
 
@@ -226,14 +226,18 @@ class CountedRedistributionBound:
 
 
 def num_shards_of(axis_groups: Sequence[AxisGroup], counts: Counts) -> Counts:
-    """Return numbers of shards, given how many axes of each group (last dimension) shard a dim."""
+    """Return the number of shards of each dim: the product of the sizes of the axes that shard it.
+
+    Args:
+        counts: number of axes of each axis group, of shape (..., axis group).
+    """
     sizes = np.array([group.size for group in axis_groups], dtype=np.int64)
     num_shards: Counts = (sizes**counts).prod(axis=-1)
     return num_shards
 
 
 def pick_axes(axis_groups: Sequence[AxisGroup], counts: Counts, skip: Counts | None = None) -> Axes:
-    """Return the axes `skip[g]` to `skip[g] + counts[g] - 1` of each axis group `g`."""
+    """Return `counts[g]` mesh axes of each axis group `g`, after its first `skip[g]` axes."""
     first_axes = np.zeros_like(counts) if skip is None else skip
     return tuple(
         axis

@@ -112,7 +112,7 @@ class AxisTables:
         # Links instead of the index: axes over equal links share tables.
         self._key = (model.links.levels[axis], weights)
         self._tables = tables
-        self._reads: dict[object, ReadLayouts] = {}
+        self._cached_reads: dict[object, ReadLayouts] = {}
         self.shard_counts = [
             variable.op_type.shard_counts(row, model.mesh.device_matrix, axis)
             for variable, row in zip(problem.variables, choices, strict=True)
@@ -387,7 +387,7 @@ class AxisTables:
     def _read_layouts(self, edge: TensorEdge, consumer: int, input_index: int) -> ReadLayouts:
         op_type, options = self.problem.variables[consumer].op_type, self.options[consumer]
         key = (id(op_type), options, input_index, edge.differentiable)
-        if key not in self._reads:
+        if key not in self._cached_reads:
             layouts = []
             for choice in options:
                 dim = op_type.input_dims[choice][input_index]
@@ -395,8 +395,8 @@ class AxisTables:
                 # `REPLICATED`.
                 is_partial = dim == NO_CUT and choice != NO_CUT and edge.differentiable
                 layouts.append(frozenset((PARTIAL if is_partial else dim,)))
-            self._reads[key] = tuple(layouts)
-        return self._reads[key]
+            self._cached_reads[key] = tuple(layouts)
+        return self._cached_reads[key]
 
     def _redistribution_table(
         self, ndim: int, num_bytes: int, differentiable: bool, is_parameter: bool

@@ -144,7 +144,7 @@ class CountTables:
         ]
         for edge in track(problem.edges, subrange(on_share, 1, 2)):
             if edge.is_shared_parameter:
-                self._add_shared_parameter(edge)
+                self._add_shared_parameter_cost(edge)
             else:
                 self._add_edge_table(edge)
 
@@ -167,11 +167,14 @@ class CountTables:
             [cuts.get(factor, ()) for factor in variable.op_type.factors]
         )
 
-    def _num_axes_by_group(self, axes: Sequence[Sequence[int]]) -> Counts:
-        """Return the number of axes of each group in each element of `axes`, of shape
-        (1, len(axes), axis group)."""
-        counts = [[len(set(group.axes) & set(each)) for group in self.axis_groups] for each in axes]
-        return np.array(counts, dtype=np.int64).reshape(1, len(axes), len(self.axis_groups))
+    def _num_axes_by_group(self, axes_of_dims: Sequence[Sequence[int]]) -> Counts:
+        """Return the number of axes of each axis group that shard each dim (or cut each factor), of
+        shape (1, dims, axis groups)."""
+        counts = [
+            [len(set(group.axes) & set(axes)) for group in self.axis_groups]
+            for axes in axes_of_dims
+        ]
+        return np.array(counts, dtype=np.int64).reshape(1, len(axes_of_dims), len(self.axis_groups))
 
     # Costs of single operators.
 
@@ -350,7 +353,7 @@ class CountTables:
             else:
                 self.constant += scale * float(table[0, 0])
 
-    def _add_shared_parameter(self, edge: TensorEdge) -> None:
+    def _add_shared_parameter_cost(self, edge: TensorEdge) -> None:
         """Add the cost of a parameter that several operators read to the costs of these operators.
 
         The parameter is stored in one of the layouts in which it is read, or replicated. Each
@@ -411,7 +414,12 @@ def _distinct_rows(rows: Counts) -> tuple[Counts, npt.NDArray[np.intp]]:
 
 
 def _consumer_weights(costs: Sequence[float]) -> list[float]:
-    """Return consumer weights of sum 1: equal among the consumers with the largest cost, else 0."""
+    """Return a weight for each consumer of a value; equal for all consumers with the largest cost,
+    0 for the rest, with a sum of 1.
+
+    Args:
+        costs: seconds of the redistribution to each consumer.
+    """
     # Where nothing is redistributed in the plan, all consumers have equal weight.
     highest = max(costs, default=0.0)
     is_highest = [each >= highest * (1 - EQUAL_COST_TOLERANCE) for each in costs]

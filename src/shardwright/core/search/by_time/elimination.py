@@ -25,8 +25,8 @@ import numpy.typing as npt
 
 Table = npt.NDArray[np.float64]
 Factor = tuple[tuple[int, ...], Table]
-"""The scope of a factor (variables in ascending order), and its table with one dimension for each
-variable of the scope."""
+"""Cost table with its scope: the variables in ascending order, and an array of costs with one
+dimension for each of these variables."""
 
 LARGEST_TABLE = 1 << 22
 """Maximum number of elements of a table: 32 MB in double precision."""

@@ -83,7 +83,7 @@ def local_search(
                 previous_cuts, cuts[index] = cuts[index], new_cuts
                 # Computed again for each of the cuts, as an accepted change lowers the total.
                 bound = best_total * (1 - min_gain)
-                new_cost = neighborhood.cost_with_others(other_cost, cuts, total, bound)
+                new_cost = neighborhood.cost_added_to(other_cost, cuts, total, bound)
                 if new_cost is not None:
                     total_cost, best_total = new_cost, total(new_cost)
                 else:
@@ -114,13 +114,13 @@ class _OperatorWithEdges:
             cost = cost.plus(self.objective.edge(edge, cuts), edge.count)
         return cost
 
-    def cost_with_others(
-        self, other_cost: ObjectiveCost, cuts: list[Cuts], total: Total, bound: float
+    def cost_added_to(
+        self, base_cost: ObjectiveCost, cuts: list[Cuts], total: Total, bound: float
     ) -> ObjectiveCost | None:
-        """Return `other_cost` plus the cost of the operator and its edges under `cuts`; None if the
+        """Return `base_cost` plus the cost of the operator and its edges under `cuts`; None if the
         objective is not below `bound` seconds."""
         return self.objective.add_edges(
-            self._add_cost_without_edges(cuts, other_cost), self.edges, cuts, total, bound
+            self._add_cost_without_edges(cuts, base_cost), self.edges, cuts, total, bound
         )
 
     def _add_cost_without_edges(self, cuts: list[Cuts], cost: ObjectiveCost) -> ObjectiveCost:

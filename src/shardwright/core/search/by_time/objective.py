@@ -210,7 +210,7 @@ class Objective:
         return cost
 
     def layouts(self, variable: OpVariable, cuts: Cuts) -> OpLayouts:
-        """Return (layouts of the inputs, layouts of the outputs) of an operator under `cuts`."""
+        """Return the layouts of an operator's inputs and those of its outputs under `cuts`."""
         # `rule_of` returns one object for equal operators, which have equal layouts.
         key = (id(variable.rule or variable), tuple(cuts.items()))
         if key not in self._layouts:
@@ -226,7 +226,7 @@ class Objective:
         return self._edges[key]
 
     def lower_bound(self, edge: TensorEdge, cuts: Sequence[Cuts]) -> tuple[ObjectiveCost, bool]:
-        """Return (cost of `edge`, True) if the cost is cached, else (lower bound, False).
+        """Return the cost of `edge` if it is cached, else a lower bound; and whether it is cached.
 
         Consumers may share redistribution steps, so the bound is the maximum, not the sum, of the
         bounds of single consumers.

@@ -294,9 +294,9 @@ def _tensor_edges(
 
 
 MIN_BLOCKS = 4
-"""Minimum number of equal consecutive blocks that are folded. The first and the last block have
-other neighbors, and therefore their own variables, so that folding three blocks would save
-nothing."""
+"""Minimum number of equal consecutive blocks whose operators share variables. The first and the
+last block always have separate variables, since their neighbors differ from those of the blocks
+between, so that sharing among three blocks would save nothing."""
 
 
 @dataclass(frozen=True)

@@ -221,12 +221,12 @@ class LocalProblem:
         )
         return NearbyCuts(self.mesh, unjoined_limits(self.rule), shared)
 
-    def _factors_cut_by_neighbors(self, group: Axes) -> tuple[str | None, ...]:
-        """Return the factors that neighbors cut over the axes of `group`, then None for no cut."""
-        # All axes of a group have one placement in each neighbor's layout, so the first stands for
-        # all.
-        matching = [factors for factors in self.nearby.matching_neighbors() if group[0] in factors]
-        return (*dict.fromkeys(factors[group[0]] for factors in matching), None)
+    def _factors_cut_by_neighbors(self, axes: Axes) -> tuple[str | None, ...]:
+        """Return the factors that neighbors cut over `axes`, which all neighbors use equally; then
+        None for no cut."""
+        # All axes have one placement in each neighbor's layout, so the first stands for all.
+        matching = [factors for factors in self.nearby.matching_neighbors() if axes[0] in factors]
+        return (*dict.fromkeys(factors[axes[0]] for factors in matching), None)
 
     def _axis_orders(self) -> list[Mapping[str, Axes]]:
         """Return orders in which axes may cut a factor, each a dict from factor to axes: {} for

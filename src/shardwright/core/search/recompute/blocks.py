@@ -164,9 +164,9 @@ class RecomputeBlocks:
         return self._saved_bytes_with_recompute({})
 
     def _block_by_op(self, depth: int) -> dict[str, tuple[int, str]]:
-        """Return (stage, module call) of each operator at a depth of the module tree, by name.
+        """Return the block of each operator at a depth of the module tree, by operator name.
 
-        The module call is "" for an operator outside of modules at this depth.
+        A block is (stage index, module call); the call is "" outside of modules at this depth.
         """
         return {
             op.name: (self.stage_of(op), op.calls[depth] if depth < len(op.calls) else "")
@@ -256,12 +256,11 @@ class RecomputeBlocks:
     def freed_and_recomputed(
         self, depth: int
     ) -> dict[tuple[int, str], list[tuple[int, list[str]]]]:
-        """Return, for each block at a depth, the recomputation options that repeat no
-        communication.
+        """Return the recomputation options of each block at a depth of the module tree, without
+        those that repeat communication.
 
-        Returns:
-            For each block, (bytes that an option frees, names of the operators that it recomputes)
-            of each option.
+        An option is (bytes that it frees, names of the operators that it recomputes); a block is
+        (stage index, module call).
         """
         block_of = self._block_by_op(depth)
         options: dict[tuple[int, str], list[tuple[int, list[str]]]] = {}
@@ -358,12 +357,12 @@ class RecomputeBlocks:
                     operations[block] = operations.get(block, 0.0) + self._count_forward_flops(name)
         return operations
 
-    def _count_forward_flops(self, name: str) -> float:
+    def _count_forward_flops(self, op_name: str) -> float:
         """Return the FLOPs of an operator's forward pass on a device.
 
         Bytes moved in memory are converted to FLOPs by `RecomputeCosts`.
         """
-        op, cuts = self.graph.by_name[name], self.decisions.cuts.get(name, {})
+        op, cuts = self.graph.by_name[op_name], self.decisions.cuts.get(op_name, {})
         work = work_of(op)
         # Repeated layers with equal cuts have equal FLOPs.
         key = (id(work), *cuts.items())

@@ -73,8 +73,8 @@ class StageLevels:
 
     @cached_property
     def _freed_bytes_and_options(self) -> list[tuple[int, str]]:
-        """(freed bytes, option of all blocks) of each level, by freed bytes ascending; the option
-        is "" if a knapsack chooses the option of each block."""
+        """Recomputation levels as pairs of the bytes to free, ascending, and the name of the option
+        of all blocks; the name is "" if a knapsack chooses the option of each block."""
         # By freed bytes, so that options which free equally many are one level.
         steps = {self._freeable_bytes * step // NUM_LEVELS: "" for step in range(NUM_LEVELS + 1)}
         for option in UNIFORM_OPTIONS:

@@ -1,4 +1,4 @@
-"""One level of the recursion: the choices on one axis, and how they propagate.
+"""One level of the symbolic search: the choices of operators on one axis, and their propagation.
 
 On this axis a decided operator reads and writes each tensor replicated, or sharded along one dim. A
 neighbor without a cost model follows: its choice is the factor of this dim in the shared tensor.
