@@ -24,9 +24,9 @@ aten = torch.ops.aten
 def find_added_rows(
     write: fx.Node, coordinates: Mapping[fx.Node, tuple[RowMask, int]]
 ) -> fx.Node | None:
-    """Return the rows that `x[index] += rows` adds; None if adding them is not the same.
+    """Return the rows that `x[index] += rows` adds; None if an adding write could differ.
 
-    It is the same if no position is written twice, as in a loop over the different experts of each
+    Both are equal if no position is written twice, as in a loop over the different experts of each
     token.
 
     Args:
@@ -51,8 +51,7 @@ def find_added_rows(
 
 
 def _is_written_between(x: fx.Node, read: fx.Node, write: fx.Node, value: fx.Node) -> bool:
-    """Whether an operator between a read of `x` and a write, other than `value`, may write to
-    `x`."""
+    """Whether another operator than `value` may write to `x` between a read of `x` and a write."""
     node = read
     while node is not write:
         if node is not value and _may_write(node, x):

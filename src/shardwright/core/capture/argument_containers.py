@@ -53,7 +53,8 @@ class ArgumentContainers:
                 self._record_contents(inner, item)
 
     def refusal(self, codes: Iterable[CodeType]) -> CaptureError | None:
-        """Return an error if the call changed a container among its arguments; None otherwise.
+        """Return the error for a call that changed a container among its arguments; otherwise
+        None.
 
         The caller of a captured model gets its result but not changes to arguments. Removed entries
         and dict entries set to tensors are allowed: `forward` often prepares a batch that way.

@@ -129,7 +129,7 @@ _METHODS = ("__init__", "__enter__", "__exit__")
 
 
 class TracedRegions:
-    """Autocast regions entered during a trace.
+    """Record of the autocast regions that a trace of a model enters.
 
     Args:
         device_type: type of the device that the model runs on; None if unknown.

@@ -1,4 +1,4 @@
-"""Evaluation of the indices and counts of rows in a traced graph.
+"""Evaluate the indices and row counts of experts in a traced graph.
 
 Models count the rows of each expert in many ways: `bincount`, `histc`, a sum of one-hot vectors or
 of comparisons. Whether a tensor is the end of each expert's rows is therefore tried: the operators
@@ -23,7 +23,8 @@ from shardwright.core.torch_internals import pytree
 aten = torch.ops.aten
 
 MOST_ELEMENTS = 1 << 28
-"""Largest tensor that a trial makes; a one-hot vector for each row is the largest usual one."""
+"""Maximum number of elements of a tensor that is computed on random experts; a one-hot vector for
+each row is usually the largest."""
 
 _CREATIONS = (
     *(aten.zeros.default, aten.ones.default, aten.full.default, aten.arange.default),
@@ -53,12 +54,14 @@ _CHOICE_VIEWS = (
 
 
 def row_numbers(node: fx.Node) -> Tensor | None:
-    """Return the value of a vector that is computed from constants alone; None for others."""
+    """Return the value of a vector that the graph computes from constants alone; None for other
+    tensors."""
     return compute_constant(node) if len(node_shape(node)) == 1 else None
 
 
 def compute_constant(node: fx.Node) -> Tensor | None:
-    """Return the value of a tensor that is computed from constants alone; None for others."""
+    """Return the value of a tensor that the graph computes from constants alone; None for other
+    tensors."""
     try:
         value: Tensor = _Formula([node], set()).run({}, _refuse_unknown)[0]
     except _UnknownNumbersError:
@@ -67,8 +70,8 @@ def compute_constant(node: fx.Node) -> Tensor | None:
 
 
 def repeats_of_rows(numbers: Tensor | None, count: int) -> int | None:
-    """Return how often each of `count` rows is read by consecutive numbers of rows; None if they
-    are read in another way."""
+    """Return how often each of `count` rows is read, if the row numbers are ascending and each is
+    equally frequent; otherwise None."""
     if numbers is None or not count or len(numbers) % count:
         return None
     repeats = len(numbers) // count
@@ -77,7 +80,7 @@ def repeats_of_rows(numbers: Tensor | None, count: int) -> int | None:
 
 
 class MaskTrials:
-    """Values of masks of the rows of each expert, computed from drawn experts.
+    """Values that masks of the rows of each expert have for random experts.
 
     Args:
         root: the experts of each token, `[tokens, top_k]` or `[tokens]`.
@@ -86,8 +89,8 @@ class MaskTrials:
 
     def __init__(self, root: fx.Node, masks: Sequence[fx.Node]) -> None:
         self.draws: list[tuple[Tensor, list[Tensor]]] = []
-        """(drawn experts, values of the masks) of each trial; empty if a mask cannot be
-        computed."""
+        """For each draw of random experts, the experts of the tokens and the values of the masks;
+        empty if a mask cannot be computed."""
         generator = torch.Generator().manual_seed(0)
         formula = _Formula(masks, {root})
         num_choices = find_num_choices(root)
@@ -105,7 +108,8 @@ class MaskTrials:
     def _add_other_draws(
         self, root: fx.Node, formula: _Formula, experts: int, generator: torch.Generator
     ) -> None:
-        """Add trials of integers that are no experts, which the model may have or not."""
+        """Add values of the masks for integers that are no expert indices, which the model may have
+        or not."""
         for low in (0, -2 * experts):
             drawn = torch.randint(low, 3 * experts, node_shape(root), generator=generator)
             drawn = drawn.to(tensor(root).dtype)
@@ -115,8 +119,8 @@ class MaskTrials:
 
 
 def find_num_choices(root: fx.Node) -> int | None:
-    """Return the number of elements among which `root` is the index of the largest; None for other
-    integers."""
+    """Return the number of experts among which the integers `root` are the indices of the highest
+    scores; None for other integers."""
     choice = find_choice(root)
     if choice is None:
         return None
@@ -126,8 +130,8 @@ def find_num_choices(root: fx.Node) -> int | None:
 
 
 def find_choice(root: fx.Node) -> fx.Node | None:
-    """Return the operator that chooses by scores, of which `root` is the indices or a view of them;
-    None for other integers."""
+    """Return the operator that chooses experts by scores, if `root` is its indices or a view of
+    them; None for other integers."""
     while root.target in _CHOICE_VIEWS:
         root = root.args[0]  # type: ignore[assignment]
     source = root
@@ -139,7 +143,7 @@ def find_choice(root: fx.Node) -> fx.Node | None:
 
 
 def compute_for_preference(node: fx.Node, preference: Preference) -> Tensor | None:
-    """Return the value of a node for experts that tokens choose by a preference.
+    """Compute the value that a node has if tokens choose experts by a given preference.
 
     Args:
         node: node that is computed from the indices of a choice by scores, and constants.
@@ -171,7 +175,8 @@ def _refuse_unknown(_: fx.Node) -> Tensor:
 
 
 class ExpertEnds:
-    """Record of the sorts that arrange rows by expert, and of the ends of each expert's rows.
+    """Record of the sorts that arrange rows by expert, and of the tensors that hold the end
+    position of each expert's rows.
 
     Equal formulas, such as those of the layers of a model, are tried once.
     """
@@ -180,7 +185,8 @@ class ExpertEnds:
         self._matches: dict[str, bool] = {}
 
     def match(self, ends: fx.Node, positions: fx.Node, keys: fx.Node, experts: int) -> bool:
-        """Whether a sort arranges rows by expert, and `ends` are the ends of each expert's rows.
+        """Whether a sort arranges rows by expert, and `ends` has the end position of each expert's
+        rows.
 
         Args:
             ends: tensor that should be the end of each expert's rows, `[experts]`.
@@ -199,13 +205,14 @@ class ExpertEnds:
 
 
 def find_first_integers(keys: fx.Node) -> fx.Node:
-    """Return the first integer tensor of those that make the keys: rows may be counted from
-    another view of it."""
+    """Return the first integer tensor from which the sort keys are computed, as rows may be counted
+    from another view of it."""
     return list_integers(keys)[0]
 
 
 def list_integers(keys: fx.Node) -> list[fx.Node]:
-    """Return the integer or boolean tensors that make the keys one after another, the keys last."""
+    """Return the integer and boolean tensors from which the sort keys are computed, in order, the
+    keys last."""
     chain = [keys]
     while True:
         # The number of an expert may be a constant tensor: `ids == torch.full((), 3)`.
@@ -233,11 +240,11 @@ def _matches_in_trials(formula: _Formula, root: fx.Node, experts: int) -> bool:
 
 
 class _UnknownNumbersError(Exception):
-    """The value of a node depends on tensors whose values are unknown."""
+    """Raised for a node whose value depends on tensors whose values are unknown."""
 
 
 class _Formula:
-    """The operators that compute nodes from constants and from `roots`.
+    """Operators that compute nodes of a graph from constants and from the nodes `roots`.
 
     Args:
         nodes: nodes of one graph.
@@ -298,7 +305,7 @@ def _inputs(node: fx.Node) -> list[fx.Node]:
 
 
 def _sorted_ancestors(nodes: Sequence[fx.Node], roots: Set[fx.Node]) -> list[fx.Node]:
-    """Return `nodes` and the nodes from which they are computed, each behind its inputs.
+    """Return `nodes` and all nodes from which they are computed, each after its inputs.
 
     Inputs of `roots` are left out.
     """
@@ -339,9 +346,9 @@ def is_topk(root: fx.Node) -> bool:
 
 
 def _draw_experts(root: fx.Node, experts: int, generator: torch.Generator) -> Iterator[Tensor]:
-    """Yield random experts of tokens, then the first experts for all tokens, then the last, which
-    shows where a number of rows is limited. Each token has different experts if `topk` chooses
-    them."""
+    """Yield expert indices of tokens: random ones, then the first experts for all tokens, then the
+    last, which reveals a limited number of rows per expert. The experts of a token differ if `topk`
+    chooses them."""
     sizes, dtype = node_shape(root), tensor(root).dtype
     if is_topk(root):
         scores = torch.rand(*sizes[:-1], experts, generator=generator)

@@ -1,4 +1,4 @@
-"""Traces with drawn experts, in which Python code can branch on the tokens of each expert.
+"""Traces with random experts, in which Python code can branch on the tokens of each expert.
 
     for i, expert in enumerate(experts):
         if not (ids == i).any():
@@ -48,8 +48,10 @@ _UNBIND = (torch.unbind, Tensor.unbind)
 
 
 def _find_choice(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Return (dimension, number of chosen experts, whether the smallest are chosen) of a call that
-    chooses experts by scores; None for other calls."""
+    """Recognize a call that chooses experts by scores; None for other calls.
+
+    Returns (dimension, number of chosen experts, whether the smallest scores are chosen).
+    """
 
     def argument(name: str, position: int, default: Any = None) -> Any:
         return kwargs.get(name, args[position] if len(args) > position else default)
@@ -66,7 +68,7 @@ def _find_choice(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 class DrawnExperts(KnownValues):
-    """Context of a trace in which Python reads values that depend on drawn experts.
+    """Context of a trace in which Python reads values that depend on randomly drawn experts.
 
     Args:
         module: the model, whose buffers have data.
@@ -78,14 +80,14 @@ class DrawnExperts(KnownValues):
         super().__init__(module, twin)
         self._preference = preference
         self._conditions: list[Condition] = []
-        """Conditions of branches that depend on drawn experts."""
+        """Conditions of Python branches that depend on the randomly drawn experts."""
         self._sizes: list[torch.SymInt] = []
-        """Supposed numbers of selected rows."""
+        """Symbolic numbers of selected rows, to which the trace gives the drawn experts' values."""
         self._unknown_reads: list[str] = []
-        """Lines that read a number whose comparisons are not recorded."""
+        """Lines of the user that read a number whose comparisons are not recorded."""
 
     def check_conditions(self) -> None:
-        """Check that the branches depend only on which experts have tokens.
+        """Check that branches of Python depend only on which experts have tokens.
 
         Raises:
             CaptureError: if a condition has another value for other tokens of the same experts.
@@ -132,7 +134,8 @@ class DrawnExperts(KnownValues):
     def _record_reads(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> Any:
-        """Record a condition, or return numbers that record the conditions in which they are."""
+        """Record a condition that Python reads, or replace the numbers in it by numbers that record
+        the conditions of which they are part."""
         try:
             call = RecordedCall(func, self._replace_tensors_by_calls((args, kwargs)))
         except UnknownValueError:
@@ -164,7 +167,7 @@ class DrawnExperts(KnownValues):
     def _draw_choice(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], choice: Any, result: Any
     ) -> None:
-        """Record the indices of a choice by unknown scores as drawn."""
+        """Record the indices that a choice by unknown scores returns as randomly drawn experts."""
         scores = args[0] if args else kwargs.get("input")
         if not isinstance(scores, Tensor) or scores in self._recorded_calls:
             return
@@ -188,7 +191,8 @@ class DrawnExperts(KnownValues):
         return call if isinstance(call, RecordedCall) and call.is_drawn else None
 
     def _suppose_sizes(self, tensor: Tensor) -> None:
-        """Let branches of Python on the number of selected rows see that of the drawn experts."""
+        """Make Python branches on the number of selected rows see the number for the drawn
+        experts."""
         sizes = [size for size in tensor.shape if isinstance(size, torch.SymInt)]
         call = self._find_drawn_call(tensor) if sizes else None
         if call is None:
@@ -203,8 +207,8 @@ class DrawnExperts(KnownValues):
                 self._sizes.append(size)
 
     def _unbind(self, tensor: Any, dim: int = 0) -> tuple[Tensor, ...] | None:
-        """Return the rows of a tensor of drawn experts whose number is unknown, such as of the
-        experts with tokens, as constants; None for other tensors."""
+        """Return, as constants, the elements of a tensor of experts that has no static length, such
+        as the experts with tokens; None for other tensors."""
         call = self._find_drawn_call(tensor) if isinstance(tensor, Tensor) else None
         if call is None or dim != 0 or not isinstance(tensor.shape[0], torch.SymInt):
             return None
@@ -220,8 +224,8 @@ class DrawnExperts(KnownValues):
         )
 
     def _replace_numbers(self, index: Any) -> Any:
-        """Replace an integer constant as the only index by a number or slice, so that the element
-        that it selects can be recognized."""
+        """Replace an index that is one integer constant by a number or slice by which the selected
+        element can be recognized."""
         if not isinstance(index, Tensor) or index.dtype is torch.bool or index.ndim > 1:
             return index
         # A comparison of a symbolic size would be a branch.

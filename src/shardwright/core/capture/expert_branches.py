@@ -75,7 +75,7 @@ def trace_branches(call: CapturedCall, trace: Callable[[Preference], Trace]) -> 
 
 
 class _SkippedWrites:
-    """The writes of rows that another trace skips.
+    """Writes of selected rows that a trace with other experts skips.
 
     Args:
         graph: graph of a trace in which all experts have tokens.
@@ -89,7 +89,8 @@ class _SkippedWrites:
         self.regions_of_ends = {end: region for region in regions for end in region.ends}
 
     def find_base(self, node: fx.Node, numbers: Mapping[fx.Node, int]) -> fx.Node | None:
-        """Return the tensor to which a skipped node writes; None for other nodes.
+        """Return the tensor to which a skipped write of selected rows writes; None for other
+        nodes.
 
         Raises:
             CaptureError: if the mask of a skipped write selects rows of the drawn experts.
@@ -110,13 +111,13 @@ def _list_regions(graph: fx.Graph) -> list[ExpertRegion]:
 
 
 def _is_empty(mask: fx.Node, preference: Preference) -> bool:
-    """Whether a mask selects no row of the drawn experts."""
+    """Whether a mask selects no rows for the drawn experts."""
     value = compute_for_preference(mask, preference)
     return value is not None and not bool(value.any())
 
 
 class _Values:
-    """Numbers of the values of a graph, which are equal for equal operators on equal values.
+    """Value numbers of the nodes of a graph: equal operators on equal values have equal numbers.
 
     Args:
         trace: the graph and its placeholders.

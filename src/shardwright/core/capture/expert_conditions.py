@@ -1,4 +1,4 @@
-"""Experts that are drawn for a trace, and conditions of Python branches that depend on them.
+"""Randomly drawn experts of a trace, and the conditions of Python branches that depend on them.
 
     if not (ids == i).any():
         continue
@@ -30,7 +30,7 @@ Preference = Callable[[int, int, int], Tensor]
 the order in which each token prefers them, `[tokens, experts]`."""
 
 MOST_SCORES = 1 << 24
-"""Largest number of scores to draw; a trace that reads the token of a vocabulary draws none."""
+"""Maximum number of scores that are drawn; traces that read token ids of a vocabulary draw none."""
 
 
 def balance_experts(tokens: int, experts: int, top_k: int) -> Tensor:
@@ -46,7 +46,7 @@ def balance_experts(tokens: int, experts: int, top_k: int) -> Tensor:
 
 
 def skew_experts(tokens: int, experts: int, top_k: int) -> Tensor:
-    """Give one token to each expert of the first half, and the others to the second half.
+    """Give each expert of the first half one token, and all other tokens to the second half.
 
     Raises:
         ValueError: if there are too few tokens for all experts.
@@ -104,12 +104,12 @@ def draw_scores(
 
 
 def prefer_expert(expert: int, tokens: int, experts: int, top_k: int) -> Tensor:
-    """Give all tokens to one expert, and to those that follow it."""
+    """Give all tokens to `expert`, and to the experts that follow it if tokens have several."""
     return ((torch.arange(experts) + expert) % experts).expand(tokens, experts)
 
 
 def shuffle_experts(seed: int, tokens: int, experts: int, top_k: int) -> Tensor:
-    """Give the tokens random experts, for odd seeds of the second half as far as possible."""
+    """Give tokens random experts; for odd seeds, experts of the second half as far as possible."""
     generator = torch.Generator().manual_seed(seed)
     scores = torch.rand(tokens, experts, generator=generator)
     if seed % 2:
@@ -126,7 +126,7 @@ def count_tokens(count: int, tokens: int, experts: int, top_k: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Condition:
-    """A condition of a branch that depends on drawn experts.
+    """A condition of a Python branch that depends on the experts of tokens.
 
     Args:
         call: computes the condition; None for a number that is computed from drawn numbers, of
@@ -139,7 +139,7 @@ class Condition:
 
 
 class DrawnNumber(int):
-    """A number that depends on drawn experts; comparisons of it are recorded.
+    """A Python number that depends on the experts of tokens, and records comparisons with it.
 
     Args:
         value: the number for the experts of the trace.
@@ -212,8 +212,8 @@ MOST_EXPERTS = 512
 
 
 def find_other_condition(conditions: Sequence[Condition]) -> Condition | None:
-    """Return the first condition that depends on more than whether one expert has tokens; None if
-    there is none."""
+    """Return the first condition that depends on more than whether a single expert has tokens; None
+    without such a condition."""
     by_choice: dict[int, tuple[RecordedCall, list[Condition]]] = {}
     for condition in conditions:
         calls = [] if condition.call is None else _list_choices(condition.call)
@@ -230,7 +230,7 @@ def find_other_condition(conditions: Sequence[Condition]) -> Condition | None:
 def _find_other_condition(
     choice: RecordedCall, conditions: Sequence[Condition], draws: dict[Any, Tensor]
 ) -> Condition | None:
-    """Return the first condition that depends on more than whether one expert has tokens.
+    """Return the first condition that depends on more than whether a single expert has tokens.
 
     Args:
         choice: chooses experts by drawn scores.
@@ -293,7 +293,7 @@ def _get_scores(choice: RecordedCall) -> RecordedCall:
 
 
 class _Trial:
-    """Values of recorded calls for other drawn experts.
+    """Values that recorded calls have for other experts than those of the trace.
 
     Args:
         preference: the order in which each token prefers experts.

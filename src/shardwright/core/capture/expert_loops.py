@@ -122,7 +122,7 @@ def find_loops(graph: fx.Graph, equal: EqualNodes) -> list[list[ExpertRegion]]:
 
 
 def find_mask_source(equal: EqualNodes, node: Any) -> fx.Node:
-    """Return the first tensor equal to that which reshapes make a node of."""
+    """Return the first tensor with the elements of `node`, from which only reshapes lead to it."""
     while node.target in (aten.reshape.default, restore_rows):
         node = node.args[0]
     return equal.first(node)
@@ -131,7 +131,8 @@ def find_mask_source(equal: EqualNodes, node: Any) -> fx.Node:
 def _is_end(
     node: fx.Node, region: ExpertRegion, owners: dict[fx.Node, ExpertRegion], equal: EqualNodes
 ) -> bool:
-    """Whether an operator writes a region's rows into a tensor at the places of the mask."""
+    """Whether an operator writes a region's rows into a tensor at the positions of the region's
+    mask."""
     if node.target is aten.where.self:
         condition, rows, base = node.args
         is_mask = is_tensor(condition) and find_mask_source(equal, condition) is region.mask
@@ -169,7 +170,8 @@ def _check_regions(regions: list[ExpertRegion]) -> None:
 def _compute_end(
     template: ExpertTemplate, ends: list[fx.Node], chain: list[fx.Node], equal: EqualNodes
 ) -> fx.Node:
-    """Insert the result of a loop: its start plus, or overwritten by, the rows of all experts."""
+    """Insert the result of a loop: its initial tensor, to which the rows of all experts are added
+    or written."""
     end, base = ends[0], get_base(chain[0])
     if any(each.target is not end.target for each in ends):
         raise NoTemplateError("runs other operators for some experts")

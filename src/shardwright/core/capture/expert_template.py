@@ -1,4 +1,4 @@
-"""One computation of the rows of all experts, each row with the parameters of its expert.
+"""Compute the rows of all experts at once, each row with the parameters of its expert.
 
 The template follows the operators of the first expert. Where experts read different tensors, such
 as their parameters, these are stacked, and each row reads those of its expert.
@@ -62,15 +62,16 @@ class ExpertTemplate:
         self._index = {node: index for index, node in enumerate(regions[0])}
         self._pairs = len(layout.positions)
         self._rows: dict[fx.Node, tuple[fx.Node, int]] = {}
-        """(rows of all pairs, dimension of the rows) of each operator of the first expert."""
+        """By operator of the first expert, its rows for all (token, expert) pairs, and their
+        dimension."""
         if tensor(root).dtype == torch.bool:
             root = insert(before, aten.to.dtype, (root, torch.int64))
         self._ids = insert_reshape(root, (self._pairs,), before)
         self._is_complete = find_num_choices(root) == len(regions)
-        """Whether every pair is computed by one of the experts of the loop."""
+        """Whether the experts of the loop compute all (token, expert) pairs."""
 
     def counterparts(self, node: fx.Node) -> list[fx.Node]:
-        """Return the operators of all experts that correspond to one of the first expert."""
+        """Return the corresponding operator of each expert for an operator of the first expert."""
         return [nodes[self._index[node]] for nodes in self._regions]
 
     # Results
@@ -157,7 +158,8 @@ class ExpertTemplate:
     # Operators of the experts
 
     def _compute(self, node: Any) -> tuple[fx.Node, int]:
-        """Return (rows of all pairs, their dimension) for an operator of the first expert."""
+        """Compute an operator of the first expert for all (token, expert) pairs; return its rows,
+        and their dimension."""
         if node not in self._index:
             raise NoTemplateError("adds tensors that are not made from selected rows")
         if node not in self._rows:
@@ -186,7 +188,7 @@ class ExpertTemplate:
         return [each.args[position] for each in self.counterparts(node)]
 
     def _is_shared(self, arguments: Sequence[Any]) -> bool:
-        """Whether all experts read the same."""
+        """Whether all experts read the same tensors as an argument of an operator."""
         first, *others = arguments
         if isinstance(first, fx.Node) and first in self._index:
             return list(arguments) == self.counterparts(first)
@@ -325,7 +327,8 @@ class ExpertTemplate:
         return insert_reshape(product, (*sizes[:-1], node_shape(product)[1]), before), dim
 
     def _add_bias(self, node: fx.Node) -> bool:
-        """Give the last product the biases of the experts; return False if `node` adds others."""
+        """Add the biases of all experts to the last product; return False if `node` adds anything
+        else."""
         product, bias = node.args
         if product not in self._index or len(product.users) > 1:  # type: ignore[union-attr]
             return False

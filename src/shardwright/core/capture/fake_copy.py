@@ -118,7 +118,7 @@ def fake_copy(
 
 
 class _AliasMemo(dict[int, Any]):
-    """A memo of `copy.deepcopy` in which two objects have the same copy.
+    """Memo of `copy.deepcopy` in which two objects have the same copy.
 
     Args:
         copies: copies by `id()`.

@@ -101,7 +101,8 @@ def _find_cached_tensors(cache: Any) -> list[Tensor]:
 
 
 def tensors_in(held: list[Any], depth: int = 2) -> list[Tensor]:
-    """Return the tensors in a list and its nested tuples, lists and dicts, `depth` levels deep."""
+    """Return the tensors in a list and its tuples, lists and dicts down to nesting level
+    `depth`."""
     tensors: list[Tensor] = []
     # Per level: the tensors in `held`, then what the containers in it refer to.
     for _ in range(depth):

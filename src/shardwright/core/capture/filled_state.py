@@ -108,7 +108,7 @@ def only_adds_entries(before: Any, after: Any) -> bool:
 
 
 def are_equal_tensors(first: Tensor | None, other: Tensor | None) -> bool:
-    """Whether two tensors are equal; False if one is None, which stands for unknown values."""
+    """Whether two tensors are equal; False if either is None, which represents unknown values."""
     if first is None or other is None or first.dtype != other.dtype:
         return False
     with without_dispatch_modes(), without_torch_function():

@@ -113,7 +113,8 @@ def called(
 def trial(
     function: type[Function], args: Sequence[Any], kwargs: Mapping[str, Any], types: ArgumentTypes
 ) -> CaptureTrial:
-    """Try to capture a custom autograd function, by calling it on random float64 tensors.
+    """Determine by calls on random float64 tensors how a custom autograd function can be
+    captured.
 
     Args:
         function: the custom autograd function.
@@ -162,7 +163,8 @@ class _FunctionTrial:
         self._defined: set[int] = set()
 
     def with_factor(self) -> tuple[str, bool]:
-        """Try the factor method: gradients are the output's gradient times an elementwise factor.
+        """Test the factor method: each gradient is the output's gradient times an elementwise
+        factor.
 
         Returns:
             The reason why the method fails, "" if it works; and whether the factor depends on the
@@ -311,7 +313,7 @@ def _find_factor_problem(
 
 
 def _are_equal_gradients(gradient: Tensor, other: Tensor | None, rounding: float) -> bool:
-    """Whether two gradients of an input are equal up to rounding; None stands for zero."""
+    """Whether two gradients of an input are equal up to rounding; None represents zero."""
     if other is None:
         return not gradient.any()
     # Small elements may be differences of large ones, so their tolerance is relative to the

@@ -79,7 +79,7 @@ def _seed_backward(function: type[Function], seed: int, fork: ForkGenerators) ->
 def traced_in_full(
     function: type[Function], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Any, str]:
-    """Insert a replicated operator that runs the function.
+    """Insert a replicated operator that runs an autograd function in full on every device.
 
     Returns:
         (results, ""), or (None, reason why the function cannot be captured as a replicated

@@ -89,7 +89,7 @@ class RecordedCall:
     def __post_init__(self) -> None:
         leaves = pytree.tree_leaves(self.arguments)
         self.is_drawn: bool = any(isinstance(x, RecordedCall) and x.is_drawn for x in leaves)
-        """Whether the value depends on experts that are drawn for this trace (`DrawnExperts`)."""
+        """Whether the value depends on experts that a `DrawnExperts` context draws at random."""
 
     @cached_property
     def value(self) -> Tensor:
@@ -133,7 +133,7 @@ class RecordedCall:
 
 
 def _require_unchanged(tensor: Tensor, recorded_version: int) -> Tensor:
-    """Return a tensor that was created before `forward`.
+    """Return a tensor that was created before `forward`, if its values have not changed since.
 
     Raises:
         UnknownValueError: if `tensor` was changed in place since `recorded_version`.

@@ -276,7 +276,7 @@ def _call_traced_operator(
 
 @dataclass(frozen=True, eq=False)
 class _LocalCallTag:
-    """Tag of a traced `local_map` node, with the `LocalCall` that replaces the node."""
+    """Tag of a traced `local_map` node with the `LocalCall` that will replace it."""
 
     call: LocalCall
 

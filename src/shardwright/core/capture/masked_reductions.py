@@ -1,4 +1,4 @@
-"""Reductions over rows that a mask selects, as reductions over all rows."""
+"""Replace reductions over the rows that a mask selects by reductions over all rows."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def keep_selected_rows(graph: fx.Graph) -> None:
 
 
 def _reduce(selected: SelectedRows, node: fx.Node) -> bool:
-    """Replace an operator that reduces selected rows; return False for other operators."""
+    """Replace an operator that reduces over selected rows; return False for all other operators."""
     name = getattr(node.target, "__name__", "")
     if isinstance(node.target, OpOverload):
         name = operator_name(node.target)
@@ -153,7 +153,7 @@ def _highest(dtype: torch.dtype) -> float:
 
 
 def _normalize_rows(selected: SelectedRows, node: fx.Node) -> bool:
-    """Give rows that are not selected no part of a softmax; return False if it is over another
+    """Exclude rows that are not selected from a softmax; return False if it is along another
     dimension."""
     arguments = node_arguments(node)
     x = arguments["self"]
@@ -244,7 +244,8 @@ def _count(selected: SelectedRows, x: fx.Node, dims: tuple[int, ...], node: fx.N
 
 
 def _sum_dtype(node: fx.Node) -> torch.dtype:
-    """Return the dtype of sums in a mean: as in PyTorch, 32 bits for numbers of 16 bits."""
+    """Return the dtype in which a mean adds up its elements: as in PyTorch, 32 bits for 16-bit
+    numbers."""
     dtype = tensor(node).dtype
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
@@ -260,7 +261,8 @@ def _with_dtype(x: fx.Node, node: fx.Node) -> fx.Node:
 
 
 def _reduce_loss(selected: SelectedRows, node: fx.Node, name: str) -> bool:
-    """Replace a loss of selected rows; return False for an unreduced loss, one for each row."""
+    """Replace a loss that reduces over selected rows; return False for an unreduced loss, with one
+    value per row."""
     function: Any = node.target
     defaults = schema_parameters(function)
     names = list(defaults)

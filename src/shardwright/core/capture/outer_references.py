@@ -178,7 +178,7 @@ class _ModuleReplacer:
 
 
 def _is_same_model(first: nn.Module, second: nn.Module) -> bool:
-    """Whether two objects share the submodules of one model."""
+    """Whether two objects have the same submodules, so that both represent one model."""
     submodules = vars(first).get("_modules")
     return submodules is not None and submodules is vars(second).get("_modules")
 

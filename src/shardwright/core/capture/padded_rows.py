@@ -72,7 +72,7 @@ def select_rows(x: Tensor, mask: Tensor, dim: int, fill: bool = True) -> Tensor:
 
 
 def restore_rows(rows: Tensor, mask: Tensor, dim: int) -> Tensor:
-    """Mark the end of a selection, after which rows that are not selected have no meaning."""
+    """Mark the end of a selection, after which rows that are not selected are meaningless."""
     # A copy, so that this is no view either.
     return rows.clone()
 
@@ -100,7 +100,7 @@ def pad_selected_rows(graph: fx.Graph) -> None:
 
 
 class _Padding:
-    """The graph, and what is known of the selections so far.
+    """Rewrite of a graph to static shapes, with the selections that it has found so far.
 
     Args:
         graph: the traced graph; modified in place.
@@ -112,9 +112,9 @@ class _Padding:
         self.mode: Any = next(x.fake_mode for x in fakes if isinstance(x, FakeTensor))
         self.counts = RowCounts()
         self.coordinates: dict[fx.Node, tuple[RowMask, int]] = {}
-        """(mask, its dimension) of each tensor of indices of True elements."""
+        """Mask, and its dimension, of which a tensor has the indices of True elements."""
         self.index_tables: dict[fx.Node, RowMask] = {}
-        """The mask of each result of `nonzero`."""
+        """The mask of which each `nonzero` returns the indices of True elements."""
         self.positions: dict[fx.Node, Any] = {}
         """Symbolic number of rows of each `arange` over selected rows."""
 
@@ -209,7 +209,7 @@ class _Padding:
         replace(node, self._mark_rows(node, rows, mask, dim, traced))
 
     def _mask(self, node: fx.Node, mask: fx.Node) -> RowMask:
-        """Return a copy of a boolean tensor, which later writes do not change."""
+        """Insert a copy of a boolean tensor, which later in-place writes do not change."""
         shape = node_shape(mask)
         if prod(shape) == 1:
             raise count_refusal(node, "selects from one row")
@@ -370,7 +370,7 @@ class _Padding:
     def _at_mask_positions(
         self, node: fx.Node, rows: fx.Node, mask: RowMask, trailing: int
     ) -> fx.Node:
-        """Return selected rows at the positions of the mask's elements."""
+        """Return selected rows, each at the positions at which the mask selects its elements."""
         sizes = node_shape(rows)
         dim = len(sizes) - trailing - 1
         if (
@@ -403,7 +403,7 @@ class _Padding:
     # Other operators
 
     def _update(self, node: fx.Node, value: Any) -> None:
-        """Replace symbols in the arguments of an operator, and infer its static shape."""
+        """Replace symbolic sizes in the arguments of an operator, and infer its static shape."""
         # First, while symbols in the traced sizes still tell rows from other dimensions.
         self._check_reshape(node, value)
         if any(each in self.positions for each in node.all_input_nodes):

@@ -181,8 +181,8 @@ class ReachableState:
                     yield Change(location, new, added)
 
     def mutable_containers(self) -> Iterator[tuple[Any, tuple[str, ...] | None]]:
-        """Yield the recorded closure cells, lists, deques, dictionaries and sets, each with None;
-        then the namespaces of global variables, each with the names of the recorded variables."""
+        """Yield the recorded closure cells, lists, deques, dicts and sets, each with None; then
+        namespaces of global variables, each with the names of the recorded variables."""
         for holder in self._recorded:
             if isinstance(holder.value, _CONTAINERS):
                 yield holder.value, None

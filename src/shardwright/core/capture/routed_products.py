@@ -81,7 +81,7 @@ def fold_routed_products(restored: Mapping[fx.Node, fx.Node], products: Sequence
 
 @dataclass
 class _Gate:
-    """The operators between up and down projections, as data.
+    """Traced operators between the up projections and the down projection of experts.
 
     Args:
         ups: up projections.
@@ -226,14 +226,15 @@ def _position(node: fx.Node) -> int:
 
 
 def _projection(node: fx.Node) -> fx.Node | None:
-    """Return the routed product of which views of columns make a node."""
+    """Return the routed product from which `node` is made by views of columns only."""
     while node.target in _COLUMN_VIEWS and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return node if node.target is routed_product else None
 
 
 def _run_views(node: fx.Node, up: fx.Node, row: Tensor) -> Tensor | None:
-    """Return what views of columns make of one row of a product; None if they mix rows."""
+    """Apply the views of columns between the product `up` and `node` to one row; None if they mix
+    rows."""
     views = [node]
     while views[-1] is not up:
         views.append(views[-1].args[0])  # type: ignore[arg-type]
@@ -265,7 +266,7 @@ def _first_dimension(view: fx.Node) -> bool:
 
 
 def _fold_mixture(down: fx.Node, gate: _Gate) -> None:
-    """Replace a down projection, and if possible the weighted sum behind it."""
+    """Replace a down projection, and if possible the weighted sum that reads it."""
     ids, matrices = down.args[1:3]
     assert isinstance(ids, fx.Node) and isinstance(matrices, fx.Node)
     tokens = _tokens(gate.rows)
@@ -326,8 +327,8 @@ def _insert_up_biases(gate: _Gate, before: fx.Node) -> fx.Node | None:
 
 
 def _tokens(rows: fx.Node) -> fx.Node | None:
-    """Return the tokens of which casts and repetitions make the rows of experts: `[tokens, hidden]`
-    repeated for each expert of a token; None if the rows are made in another way."""
+    """Return the tokens `[tokens, hidden]` that casts and repetitions expand to one row for each
+    expert of a token; None if the rows are made in another way."""
     while rows.target is aten.to.dtype:
         rows = rows.args[0]  # type: ignore[assignment]
     if rows.target is aten.reshape.default:
@@ -370,7 +371,7 @@ class _WeightedSum:
 
 
 def _find_weighted_sum(down: fx.Node) -> _WeightedSum | None:
-    """Return the weighted sum behind a down projection; None if other operators follow."""
+    """Return the weighted sum that reads a down projection; None if other operators read it."""
     rows, hidden = node_shape(down)
     node, weights = down, None
     # Another reader would need the rows before they are weighted and added up.
@@ -401,8 +402,8 @@ def _find_weighted_sum(down: fx.Node) -> _WeightedSum | None:
 
 
 def _product_with_weights(product: fx.Node) -> _WeightedSum | None:
-    """Return the weighted sum `[tokens, 1, top_k] @ [tokens, top_k, hidden]`; None if the product
-    has other shapes."""
+    """Recognize the weighted sum `[tokens, 1, top_k] @ [tokens, top_k, hidden]`; None for other
+    shapes."""
     weights = product.args[0]
     if not is_tensor(weights) or len(node_shape(weights)) != 3 or node_shape(weights)[1] != 1:
         return None

@@ -19,8 +19,10 @@ from shardwright.core.rules.rule import ShardingRule, depends_on_position
 def find_row_factor(
     node: fx.Node, dims_of_rows: Mapping[fx.Node, int], num_rows: int
 ) -> tuple[str, ShardingRule] | None:
-    """Return (factor of the rows, sharding rule); None if rows depend on each other, or on tensors
-    with rows that are not in `dims_of_rows`.
+    """Find the sharding factor of the rows of an operator, and its sharding rule.
+
+    Returns None if rows depend on each other, or on tensors with rows that are not in
+    `dims_of_rows`.
 
     Args:
         node: an operator.

@@ -25,7 +25,7 @@ class NoTemplateError(Exception):
 
 @dataclass(frozen=True, eq=False)
 class RowLayout:
-    """Where the row of each pair of a token and one of its experts is among the rows of a mask.
+    """Position of the row of each (token, expert) pair among the rows of a mask.
 
     Pairs are in the order of `ids`, `[tokens, top_k]`.
 
@@ -51,7 +51,7 @@ class RowLayout:
 
     @staticmethod
     def repeated(pairs: int, top_k: int) -> RowLayout:
-        """Return the layout of a mask `[tokens]`, of tokens any of whose experts is this one."""
+        """Return the layout of a mask `[tokens]` that selects the tokens with a given expert."""
         tokens = pairs // top_k
         return RowLayout(torch.arange(tokens).repeat_interleave(top_k), tokens, top_k)
 
@@ -98,8 +98,8 @@ def _make_layouts(ids: fx.Node, rows: int) -> Iterator[RowLayout]:
 
 
 def _order_by_expert(trials: MaskTrials, layout: RowLayout) -> list[int] | None:
-    """Return the index of the mask of each expert; None if a mask does not select the rows of one
-    expert, or an expert has no mask or several."""
+    """Return, for each expert, the index of the mask that selects its rows; None unless masks and
+    experts correspond one to one."""
     if not trials.draws:
         return None
     count = len(trials.draws[0][1])

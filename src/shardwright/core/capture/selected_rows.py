@@ -109,7 +109,7 @@ class SelectedRows:
         self.graph = graph
         self.rows: dict[fx.Node, Rows] = {}
         self.items: dict[fx.Node, tuple[Rows, ...]] = {}
-        """The rows of each result of an operator with several results."""
+        """For operators with several results, the dimension with selected rows of each result."""
         # All operators that overwrite the same rows share a mask.
         self._others: dict[tuple[Rows, int], fx.Node] = {}
         self._equal = EqualNodes(graph)
@@ -213,7 +213,8 @@ class SelectedRows:
         raise refusal(node)
 
     def same_rows(self, rows: Rows, other: Rows) -> bool:
-        """Whether two masks are equal by their operators."""
+        """Whether the masks of two dimensions with selected rows are computed by equal
+        operators."""
         return self._equal.first(rows.mask) is self._equal.first(other.mask) and (
             rows.repeats == other.repeats
         )
@@ -275,8 +276,8 @@ class SelectedRows:
         return next(self.rows[each] for each in node.all_input_nodes if each in self.rows)
 
     def factor_of_rows(self, node: fx.Node) -> tuple[str, ShardingRule, Op]:
-        """Return (sharding factor of the rows, rule, operator) of a node whose inputs have the same
-        selected rows.
+        """Return the sharding factor of the rows, the rule and the operator of a node whose inputs
+        have equal selected rows.
 
         Raises:
             CaptureError: if inputs have other rows, or the operator has no sharding rule.
@@ -329,7 +330,7 @@ def operator_of(node: fx.Node) -> Op:
 
 
 def _is_equal_along(node: fx.Node, dim: int) -> bool:
-    """Whether a tensor is made so that all its elements along a dimension are equal."""
+    """Whether all elements of a tensor along a dimension are equal by construction."""
     if node.target in _CONSTANTS:
         return True
     source = node.args[0] if node.target is aten.expand.default else None

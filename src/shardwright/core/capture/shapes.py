@@ -1,4 +1,4 @@
-"""Captures of calls that differ only in sizes, first one by one, then with symbolic sizes."""
+"""Captures of calls that differ only in sizes: first with fixed sizes, then with symbolic sizes."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ _INDEXED_SUMS = (aten.scatter_add.default, aten.index_add.default, aten.index_pu
 def fold_sorted_experts(graph: fx.Graph) -> None:
     """Replace each mixture of experts that sorts its rows by one operator, in place.
 
-    What does not have this form stays as it is.
+    Mixtures of another form remain unchanged.
     """
     remove_dead(graph)
     if not any(node.target in GROUPED_PRODUCTS for node in graph.nodes):
@@ -93,7 +93,7 @@ class RowOrder:
         return node_shape(self.keys)[0]
 
     def argument(self, value: Any) -> Any:
-        """Return an argument of an operator with the rows in the order before the sort."""
+        """Return an argument of an operator with its rows in the order before the sort."""
 
         def unsorted(node: fx.Node) -> fx.Node:
             return self.unsorted[node][0] if node in self.unsorted else node
@@ -154,7 +154,7 @@ def _is_order_unread(order: RowOrder) -> bool:
 
 
 def _compute_unsorted(order: RowOrder, node: fx.Node) -> None:
-    """Insert what computes the result of an operator on sorted rows from unsorted ones, if that is
+    """Insert the result of an operator on sorted rows, computed from the unsorted rows, if
     possible."""
     source = node.args[0] if node.args else None
     if node.target is operator.getitem and source in order.items:
@@ -193,7 +193,8 @@ def _compute_product(order: RowOrder, node: fx.Node) -> None:
 
 
 def _read_of_rows(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """Return (tensor, index vector) of a read of rows, `x[index]`; None for other operators."""
+    """Recognize a read of rows, `x[index]`: return the tensor and the index vector; None for other
+    operators."""
     if node.target is aten.index.Tensor:
         x, indices = node.args[:2]
         assert isinstance(indices, (list, tuple))
@@ -258,7 +259,7 @@ def _compute_read(order: RowOrder, node: fx.Node, x: fx.Node, index: fx.Node) ->
 
 
 def _compute_write(order: RowOrder, node: fx.Node) -> None:
-    """Compute rows that are written or added at places given by an index."""
+    """Compute rows that an operator writes to, or adds at, the positions of an index."""
     arguments = node_arguments(node)
     index = arguments.get("index")
     if node.target is aten.index_put.default:

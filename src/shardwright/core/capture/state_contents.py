@@ -206,7 +206,7 @@ CONTENT_TYPES = (Tensor, *(cls for types, _ in _CONTENTS for cls in types))
 
 
 def is_same(before: Any, now: Any, equal: Callable[[Tensor, Tensor], bool], depth: int = 0) -> bool:
-    """Return whether a value is unchanged, including nested contents.
+    """Whether a value is unchanged, including nested contents.
 
     Args:
         before, now: earlier and current value.

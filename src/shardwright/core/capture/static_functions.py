@@ -1,4 +1,4 @@
-"""Replacements for PyTorch functions that branch on values of tensors; the replacements do not."""
+"""Replacements for PyTorch functions that branch on values of tensors, without such branches."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ def trace(
 
 @dataclass(frozen=True)
 class CanonicalTrace:
-    """A trace in canonical form, before operators are folded.
+    """A canonicalized trace, before mixtures of experts, masks and reductions are folded.
 
     Args:
         trace: the trace; its signature is that of `graph`.

@@ -86,7 +86,7 @@ class PassedGuards(TorchFunctionMode):
 
 
 class _SourcePosition(NamedTuple):
-    """Source position of the running instruction."""
+    """Source position of the running instruction: file, lines and columns."""
 
     file: str
     line: int
