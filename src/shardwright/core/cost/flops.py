@@ -48,8 +48,8 @@ also sort them by expert."""
 
 
 MovedBytes = tuple[tuple[MemoryTraffic, int, frozenset[str]], ...]
-"""For each type of kernel of an operator: (type, bytes read and written, factors whose sharding
-divides these bytes)."""
+"""Memory traffic of an operator by type of kernel, as tuples of: the type, the bytes that kernels
+of this type read and write, and the factors whose sharding divides these bytes."""
 
 
 @dataclass(frozen=True)

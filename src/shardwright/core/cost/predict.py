@@ -173,12 +173,12 @@ class Predicted:
     @property
     def computation(self) -> float:
         """Seconds of computation in a step; the maximum over stages."""
-        return max(self._stage_seconds(lambda chunk: chunk.computation))
+        return max(self._sum_seconds_by_stage(lambda chunk: chunk.computation))
 
     @property
     def communication(self) -> float:
         """Seconds of exposed communication within a stage in a step; the maximum over stages."""
-        return max(self._stage_seconds(lambda chunk: chunk.communication))
+        return max(self._sum_seconds_by_stage(lambda chunk: chunk.communication))
 
     @property
     def spare_seconds(self) -> float:
@@ -187,21 +187,21 @@ class Predicted:
         The sum of the seconds that would hide exposed communication of parameters, and of the
         seconds for which stages wait for the slowest stage.
         """
-        exposed = self._stage_seconds(
+        exposed = self._sum_seconds_by_stage(
             lambda chunk: chunk.exposed + chunk.micro_batches * sum(chunk.exposed_per_micro_batch)
         )
-        busy = self._stage_seconds(
+        busy = self._sum_seconds_by_stage(
             lambda chunk: chunk.micro_batches * (chunk.forward_seconds + chunk.backward_seconds)
         )
         return max(exposed) + max(busy) - sum(busy) / len(busy)
 
-    def _stage_seconds(self, seconds: Callable[[StepTime], float]) -> list[float]:
+    def _sum_seconds_by_stage(self, chunk_seconds: Callable[[StepTime], float]) -> list[float]:
         if self.timeline is None:
-            return [seconds(chunk) for chunk in self.chunks]
+            return [chunk_seconds(chunk) for chunk in self.chunks]
         pipeline = self.timeline.pipeline
         stage_seconds = [0.0] * pipeline.stages
         for number, chunk in enumerate(self.chunks):
-            stage_seconds[pipeline.stage_of(number)] += seconds(chunk)
+            stage_seconds[pipeline.stage_of(number)] += chunk_seconds(chunk)
         return stage_seconds
 
 

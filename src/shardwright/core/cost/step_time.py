@@ -268,8 +268,12 @@ def hidden_seconds(
 def activation_seconds(
     graph: Graph, communication: Communication, cuts: Mapping[str, Cuts], model: TimeModel
 ) -> Iterator[tuple[Transfer | None, Axes, ForwardBackward]]:
-    """Yield (transfer, axes, (forward seconds, backward seconds)) per micro-batch for each
-    redistribution of an activation and, with transfer None, each collective inside an operator."""
+    """Yield the predicted seconds per micro-batch of each redistribution of an activation and of
+    each collective inside an operator.
+
+    Yields:
+        The transfer (None inside an operator), its axes, and its (forward, backward) seconds.
+    """
     for name, op_reductions in communication.reductions.items():
         differentiable = any(value.requires_grad for value in graph.by_name[name].outputs)
         computation = model.operator_seconds(graph.by_name[name], cuts.get(name, {}))
@@ -336,8 +340,8 @@ def _sum_seconds(pairs: Iterable[ForwardBackward]) -> ForwardBackward:
 
 
 def _gather_and_reduce_seconds(bucket: Bucket, model: TimeModel) -> ForwardBackward:
-    """Return (seconds of all-gathering the parameters of a bucket, seconds of reducing their
-    gradients), each once."""
+    """Return the seconds of one all-gather of the parameters of a bucket, and of one reduction of
+    their gradients."""
     # Each gather multiplies the size of the local tensor.
     gather = reduce = 0.0
     copy_seconds = model.host_seconds(MEMBER_OPERATORS * len(bucket.members))

@@ -142,9 +142,9 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _track_result(self, out: Tensor, args: tuple[Any, ...]) -> None:
         # A view shares a storage that is tracked already.
         if storage_id(out) not in self._storages:
-            self._track_storage(out, WEIGHTS if self._are_weights(args) else "")
+            self._track_storage(out, WEIGHTS if self._are_computed_from_parameters(args) else "")
 
-    def _are_weights(self, args: tuple[Any, ...]) -> bool:
+    def _are_computed_from_parameters(self, args: tuple[Any, ...]) -> bool:
         """Whether all tensors in `args` are parameters or computed only from parameters."""
         has_weights = False
         for argument in args:

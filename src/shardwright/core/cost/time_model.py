@@ -211,7 +211,7 @@ class TimeModel:
     def parameter_seconds(
         self, varying: Axes, replicated: Axes, num_bytes: float
     ) -> tuple[float, float]:
-        """Return (seconds of all-gathering a parameter, seconds of reducing its gradient), both
+        """Return the seconds of all-gathering a parameter and those of reducing its gradient, both
         bucketed and multiplied by `parameter_weight`.
 
         ZeRO shards over all axes that replicate a parameter. Axes that also replicate the

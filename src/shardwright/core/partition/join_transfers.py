@@ -10,7 +10,8 @@ from shardwright.core.layout.redistribution import joined_step
 from shardwright.core.partition.transfer import Transfer
 
 Routes = MutableMapping[Any, tuple[Transfer, ...]]
-"""Transfers of each route in order, by the consumer or value to which the route leads."""
+"""Redistribution steps of values to the layouts in which they are read or returned, in order, by
+consumer or value."""
 
 
 def join_transfers(

@@ -239,8 +239,8 @@ class MemorySearch:
             ranking.leave_out(requested_kind(options), LeftOut.because(one_line(error)))
 
     def _plan_kinds_in_queue(self) -> Iterator[tuple[float, PlanKind]]:
-        """Yield (lower bound on the step time in seconds, requested `PlanKind`) of each attempt and
-        candidate in the queue."""
+        """Yield the lower bound on the step time in seconds and the requested `PlanKind` of each
+        attempt and candidate in the queue."""
         for bound, _, _, entry in self.queue:
             attempts = (
                 [entry.attempt]

@@ -15,7 +15,7 @@ import numpy as np
 from shardwright.core.search.by_time.elimination import Table
 
 AxisLayout = int
-"""The placement of a value on the axis: the dim that is sharded (0 and up), `PARTIAL` or
+"""The placement of a value on one mesh axis: the dim that the axis shards (0 and up), `PARTIAL` or
 `REPLICATED`."""
 
 PARTIAL: AxisLayout = -2
@@ -30,7 +30,8 @@ MAX_LAYOUTS = 3
 more. The limit keeps the number of sets of n layouts below n³ instead of 2ⁿ."""
 
 ReadLayouts = tuple[frozenset[AxisLayout], ...]
-"""The layouts in which a consumer reads a value, for each of its choices."""
+"""For each choice of the factor that a consumer cuts over one mesh axis, the set of layouts in
+which it reads a value."""
 
 
 def table_index(layout: AxisLayout) -> int:

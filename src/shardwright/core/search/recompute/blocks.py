@@ -422,8 +422,8 @@ class ActivationEstimate:
         return saved
 
     def _saved_tensors(self, flow: Communication) -> Iterator[tuple[str, object, int]]:
-        """Yield (operator name, key, bytes on a device) for each saved tensor; tensors that share
-        memory have equal keys."""
+        """Yield each tensor saved for the backward pass as (operator name, key, bytes on a device);
+        tensors that share memory have equal keys."""
         first_ops = _first_consumer_by_transfer(self.graph, flow)
         for op in self.graph.ops:
             # Inside a segment `torch.utils.checkpoint` drops what autograd would save.
@@ -485,7 +485,7 @@ class ActivationEstimate:
         first_ops: dict[Transfer, str],
         segment: str = "",
     ) -> Iterator[tuple[str, object, int]]:
-        """Yield (operator name, key, bytes) of the tensor that is saved for an input of `op`.
+        """Yield the tensor that is saved for an input of `op`, as (operator name, key, bytes).
 
         The tensor is the input before the redistributions that recomputing `segment` repeats.
         Yields nothing for parameters, nor for model inputs, buffers and constants without
@@ -509,7 +509,7 @@ class ActivationEstimate:
             yield self._saved_tensor_of_result(value, flow)
 
     def _saved_tensor_of_result(self, value: Value, flow: Communication) -> tuple[str, object, int]:
-        """Return (operator name, key, bytes) of the tensor that is saved for an activation.
+        """Return the tensor that is saved for an activation, as (operator name, key, bytes).
 
         For a view, the saved tensor is the base of the view.
         """
