@@ -181,14 +181,14 @@ def comparison_table(comparisons: list[Comparison]) -> Table:
             comparison.model,
             str(comparison.devices),
             str(comparison.global_batch),
-            *(_alternative_text(comparison.of_kind(column_kind)) for column_kind in COLUMN_KINDS),
-            _optimality_gap_text(comparison.of_kind(AUTO)),
+            *(_format_alternative(comparison.of_kind(column_kind)) for column_kind in COLUMN_KINDS),
+            _format_optimality_gap(comparison.of_kind(AUTO)),
             f"{comparison.speed_up:.1%}",
         )
     return table
 
 
-def _optimality_gap_text(auto: Alternative | None) -> str:
+def _format_optimality_gap(auto: Alternative | None) -> str:
     return "-" if auto is None or auto.gap is None else f"{auto.gap:.1%}"
 
 
@@ -203,7 +203,7 @@ def too_large_text(comparison: Comparison) -> str:
     return f"{comparison.model}: excluded, over the memory limit of {limit}: {excluded}"
 
 
-def _alternative_text(alternative: Alternative | None) -> str:
+def _format_alternative(alternative: Alternative | None) -> str:
     if alternative is None:
         return "-"
     degrees = alternative.parts

@@ -88,11 +88,13 @@ def rehearsal_text(result: Rehearsal) -> str:
     """Format each rank's table of phases, and its memory and communication volume."""
     lines: list[str] = []
     for rank in result.ranks:
-        lines += render_lines(TABLE_WIDTH, _rank_table(rank, result.devices), *_rank_lines(rank))
+        lines += render_lines(
+            TABLE_WIDTH, _make_rank_table(rank, result.devices), *_format_rank_lines(rank)
+        )
     return "\n".join(lines)
 
 
-def _rank_table(rank: RankRehearsal, devices: int) -> Table:
+def _make_rank_table(rank: RankRehearsal, devices: int) -> Table:
     title = f"Rank {rank.rank} of {devices}, stage {rank.stage}, tensors on {rank.device}"
     table = Table(title=title, title_justify="left", title_style="bold", header_style="bold")
     table.add_column("phase")
@@ -104,7 +106,7 @@ def _rank_table(rank: RankRehearsal, devices: int) -> Table:
     return table
 
 
-def _rank_lines(rank: RankRehearsal) -> Iterator[str]:
+def _format_rank_lines(rank: RankRehearsal) -> Iterator[str]:
     yield f"process groups        {rank.groups:,} created"
     parameters, state = bytes_text(rank.parameter_bytes), bytes_text(rank.optimizer_bytes)
     yield f"memory between steps  {parameters} of parameters, {state} of optimizer state"

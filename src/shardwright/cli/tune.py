@@ -53,9 +53,9 @@ def tune_command(
         PrintableConsole(width=TABLE_WIDTH, highlight=False).print(
             Group(
                 tuning_table(tuning),
-                *_plan_lines(tuning),
-                *_break_even_lines(tuning),
-                _recommendation_text(tuning),
+                *_format_plan_lines(tuning),
+                *_format_break_even_lines(tuning),
+                _format_recommendation(tuning),
             )
         )
     if tuning.best is None:
@@ -80,14 +80,14 @@ def tuning_table(tuning: Tuning) -> Table:
     return table
 
 
-def _plan_lines(tuning: Tuning) -> list[str]:
+def _format_plan_lines(tuning: Tuning) -> list[str]:
     """Return lines with the shardings of the main operators in each distinct plan."""
     # Reversed, so that the first trial with a plan stands for the plan.
     distinct = {trial.plan: trial for trial in reversed(tuning.trials)}
-    return [line for index in sorted(distinct) for line in _sharding_lines(distinct[index])]
+    return [line for index in sorted(distinct) for line in _format_sharding_lines(distinct[index])]
 
 
-def _sharding_lines(trial: Trial) -> list[str]:
+def _format_sharding_lines(trial: Trial) -> list[str]:
     # From the shards of factors, as text, to the operators that have them.
     operators: dict[str, list[str]] = {}
     for name, factors in trial.cuts.items():
@@ -97,7 +97,7 @@ def _sharding_lines(trial: Trial) -> list[str]:
     return [f"plan {trial.plan}:", *lines]
 
 
-def _break_even_lines(tuning: Tuning) -> list[str]:
+def _format_break_even_lines(tuning: Tuning) -> list[str]:
     operators: dict[str, list[str]] = {}
     for name, value in sorted(tuning.break_evens.items(), key=lambda entry: entry[1]):
         # Values that agree in six digits share a line.
@@ -113,7 +113,7 @@ def _join_names(names: list[str]) -> str:
     return ", ".join(names[:MAX_LISTED_NAMES]) + more
 
 
-def _recommendation_text(tuning: Tuning) -> str:
+def _format_recommendation(tuning: Tuning) -> str:
     best, limit = tuning.best, tuning.limit
     if best is None:
         limit_text = bytes_text(limit or 0)

@@ -206,7 +206,7 @@ def _prepare_loader(accelerator: Any, loader: DataLoader[Any], shards: DataShard
     rng_types |= {"torch"} if dist.is_initialized() else set()
     batches = loader.batch_sampler
     # A `DistributedSampler` has divided the samples already.
-    divided = shards.count == 1 or bool(_distributed_samplers(loader))
+    divided = shards.count == 1 or bool(_find_distributed_samplers(loader))
     prepared = prepare_data_loader(
         loader,
         accelerator.device,
@@ -268,7 +268,7 @@ class ShardedBatchSampler(BatchSamplerShard):  # type: ignore[misc]
             yield filled[size * self.process_index : size * (self.process_index + 1)]
 
 
-def _distributed_samplers(loader: DataLoader[Any]) -> list[Any]:
+def _find_distributed_samplers(loader: DataLoader[Any]) -> list[Any]:
     samplers = (loader.sampler, getattr(loader.batch_sampler, "sampler", None))
     return [s for s in samplers if isinstance(s, torch.utils.data.DistributedSampler)]
 

@@ -46,14 +46,14 @@ class DataShards:
     @staticmethod
     def of_model(net: ParallelModule) -> DataShards:
         """Return the shards into which a planned model divides its inputs over the ranks."""
-        return _data_shards(
+        return _divide_batch_by_cuts(
             net.execution.devices.matrix, net.execution.partitioned.decisions.arrivals
         )
 
     @staticmethod
     def of_plan(plan: Plan) -> DataShards:
         """Return the shards into which `plan` divides the inputs of its model over the ranks."""
-        return _data_shards(plan.mesh, plan.arrivals)
+        return _divide_batch_by_cuts(plan.mesh, plan.arrivals)
 
     @staticmethod
     def of_options(options: Mapping[str, Any]) -> DataShards:
@@ -134,7 +134,7 @@ class DataShards:
             )
 
 
-def _data_shards(mesh: Layout, input_cuts: Mapping[str, CutAxes]) -> DataShards:
+def _divide_batch_by_cuts(mesh: Layout, input_cuts: Mapping[str, CutAxes]) -> DataShards:
     # The first entry has the axes that shard the batch dimension.
     axes = {cut[0] for cut in input_cuts.values() if any(cut)}
     if not axes:

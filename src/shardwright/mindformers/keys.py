@@ -62,7 +62,7 @@ class Keys:
                 raise self.error(
                     name, f"{content!r} is not a mapping\nwrite one `key: value` per line"
                 )
-            path = self._full_key(name)
+            path = self._make_full_key(name)
             self._opened_sections[name] = Keys(
                 content, path, self.file, _ignored_keys=self._ignored_keys
             )
@@ -193,7 +193,7 @@ class Keys:
 
     def error(self, name: str, problem: str) -> InvalidKeyError:
         """Return an error whose message starts with the file and the full key."""
-        key = self._full_key(name)
+        key = self._make_full_key(name)
         return InvalidKeyError(f"{self.file}: {key}: {problem}", key)
 
     def unread(self) -> Iterator[str]:
@@ -209,7 +209,7 @@ class Keys:
                 # Stricter than difflib's default of 0.6, because most unread keys are not
                 # misspelled.
                 close_matches = get_close_matches(str(name), missing, n=1, cutoff=0.85)
-                yield self._full_key(name) + (
+                yield self._make_full_key(name) + (
                     f" (did you mean {close_matches[0]}?)" if close_matches else ""
                 )
 
@@ -217,10 +217,12 @@ class Keys:
         self._read_names.add(name)
         value = self.content.get(name)
         return (
-            None if value in ("None", "") or self._full_key(name) in self._ignored_keys else value
+            None
+            if value in ("None", "") or self._make_full_key(name) in self._ignored_keys
+            else value
         )
 
-    def _full_key(self, name: str) -> str:
+    def _make_full_key(self, name: str) -> str:
         return f"{self.path}.{name}" if self.path else str(name)
 
     def _missing_key_error(self, name: str) -> ConfigError:

@@ -223,7 +223,7 @@ class Batch:
     def micro_batches(self) -> int:
         """Return the number of micro-batches of a step."""
         # Interleaved parts of a batch are micro-batches as well.
-        return self.interleave * self._accumulation_key_and_steps()[1]
+        return self.interleave * self._get_accumulation_key_and_steps()[1]
 
     def global_batch(self, devices: int) -> int:
         """Return the global batch size in samples."""
@@ -234,7 +234,7 @@ class Batch:
     def formula(self, devices: int) -> str:
         """Return the formula of the global batch size as text, with the values of the file."""
         full_batch = self.parallelism.full_batch
-        steps_name, steps = self._accumulation_key_and_steps()
+        steps_name, steps = self._get_accumulation_key_and_steps()
         replicas_name = "data_parallel" if full_batch else "devices"
         replicas = self.parallelism.data_parallel if full_batch else devices
         return (
@@ -242,7 +242,7 @@ class Batch:
             f" {replicas} · micro_batch_interleave_num {self.interleave} · {steps_name} {steps}"
         )
 
-    def _accumulation_key_and_steps(self) -> tuple[str, int]:
+    def _get_accumulation_key_and_steps(self) -> tuple[str, int]:
         """Return the configuration key and value of the number of micro-batches, or without a
         pipeline of the gradient accumulation steps."""
         if self.parallelism.pipelined:

@@ -85,7 +85,7 @@ def decoder(sizes: Dimensions, attention: Attention) -> Decoder:
         )
     expert_sizes = (sizes.num_experts, sizes.experts_per_token, sizes.intermediate_size)
     arguments = {
-        **_hf_config_arguments(sizes, attention),
+        **_make_hf_config_arguments(sizes, attention),
         # Dense families take none of the experts' sizes.
         **dict(zip(expert_arguments, expert_sizes, strict=False)),
     }
@@ -115,7 +115,7 @@ MODEL_TYPES: Mapping[str, tuple[str, tuple[str, ...]]] = {
 experts, experts per token and expert width."""
 
 
-def _hf_config_arguments(sizes: Dimensions, attention: Attention) -> dict[str, Any]:
+def _make_hf_config_arguments(sizes: Dimensions, attention: Attention) -> dict[str, Any]:
     rotary = {"rope_type": "default", "rope_theta": sizes.rope_base}
     return {
         "hidden_size": sizes.hidden_size,

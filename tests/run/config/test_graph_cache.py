@@ -188,7 +188,7 @@ def test_a_graph_of_another_version_is_captured_anew(
         "commit": (torch.version, "git_version", "0"),
         "python": (graph_cache.platform, "python_version", lambda: "3.99.0"),
         "transformers": (graph_cache, "version", lambda package: f"{package} 99"),
-        "source": (graph_cache, "_source_hash", lambda: "changed"),
+        "source": (graph_cache, "_hash_source_files", lambda: "changed"),
         "format": (graph_cache, "FORMAT", 99),
     }
     monkeypatch.setattr(*changes[change])
@@ -204,9 +204,9 @@ def test_a_change_of_a_capture_pass_changes_the_key(
         (root / name).parent.mkdir(parents=True)
         (root / name).write_text("one = 1")
     monkeypatch.setattr(graph_cache, "__file__", str(root / "run/config/graph_cache.py"))
-    before = graph_cache._source_hash.__wrapped__()
+    before = graph_cache._hash_source_files.__wrapped__()
     (root / "core/capture/views.py").write_text("one = 2")
-    assert graph_cache._source_hash.__wrapped__() != before
+    assert graph_cache._hash_source_files.__wrapped__() != before
 
 
 def test_processes_that_write_at_once_leave_one_whole_file() -> None:

@@ -152,7 +152,7 @@ def _cache_key(description: object) -> str:
         # The commit as well, because builds of one version of PyTorch may differ.
         *(FORMAT, platform.python_version(), torch.__version__, torch.version.git_version),
         *map(_package_version, VERSIONED_PACKAGES),
-        _source_hash(),
+        _hash_source_files(),
     ]
     return hashlib.sha256(repr((description, versions)).encode()).hexdigest()[:32]
 
@@ -167,7 +167,7 @@ def _package_version(package: str) -> str:
 
 # Cached, because it reads every source file of the package.
 @cache
-def _source_hash() -> str:
+def _hash_source_files() -> str:
     """Return a hash of all source files of this package: a change of one invalidates all graphs."""
     root, digest = Path(__file__).parents[2], hashlib.sha256()
     # Sorted, because the order of `rglob` depends on the file system.

@@ -71,16 +71,16 @@ def validate_config(content: Any, name: str) -> Config:
     try:
         return Config.model_validate(content)
     except ValidationError as error:
-        problems = [f"{name}: {_validation_message(details)}" for details in error.errors()]
+        problems = [f"{name}: {_format_validation_error(details)}" for details in error.errors()]
         raise ConfigError("\n".join(problems)) from None
 
 
-def _validation_message(details: ErrorDetails) -> str:
+def _format_validation_error(details: ErrorDetails) -> str:
     """Return the message of one validation error: key, invalid value, and valid values."""
     path, error_type, value = details["loc"], details["type"], details["input"]
     key = ".".join(str(key_part) for key_part in path)
     if error_type == "extra_forbidden":
-        return f"{key}: unknown key; {_valid_key_hint(path)}"
+        return f"{key}: unknown key; {_format_valid_key_hint(path)}"
     if error_type == "missing":
         return f"{key}: the key is missing"
     if error_type in EXPECTED_TYPES:
@@ -88,7 +88,8 @@ def _validation_message(details: ErrorDetails) -> str:
     # "option_error" is of the schema's own validators, with the context of pydantic's literals.
     if error_type in ("literal_error", "option_error"):
         valid = details["ctx"]["expected"]
-        return f"{key}: expected {valid}, got {_format_value(value)}{_did_you_mean(value, valid)}"
+        hint = _suggest_valid_value(value, valid)
+        return f"{key}: expected {valid}, got {_format_value(value)}{hint}"
     # The only pattern of the schema is that of `ImportTarget`.
     if error_type == "string_pattern_mismatch":
         return f"{key}: expected 'module:callable', got {_format_value(value)}"
@@ -99,7 +100,7 @@ def _validation_message(details: ErrorDetails) -> str:
     return f"{key}: {details['msg'].replace('Input', 'value', 1)}, got {_format_value(value)}"
 
 
-def _valid_key_hint(path: tuple[int | str, ...]) -> str:
+def _format_valid_key_hint(path: tuple[int | str, ...]) -> str:
     """Return the end of an error message: the valid key closest to an unknown one, or all keys."""
     section: type[BaseModel] = Config
     for key in path[:-1]:
@@ -115,9 +116,9 @@ def _valid_key_hint(path: tuple[int | str, ...]) -> str:
     return key_hint(str(path[-1]), keys)
 
 
-def _did_you_mean(value: object, valid: str) -> str:
+def _suggest_valid_value(value: object, valid_values: str) -> str:
     # Pydantic quotes the choices of a literal, as in "'stop' or 'skip'".
-    close_matches = difflib.get_close_matches(str(value), re.findall(r"'(\w+)'", valid), n=1)
+    close_matches = difflib.get_close_matches(str(value), re.findall(r"'(\w+)'", valid_values), n=1)
     return f"; did you mean {close_matches[0]}?" if close_matches else ""
 
 

@@ -104,7 +104,7 @@ def tune_mem_coeff(run: Run, devices: int, mem_coeffs: Sequence[float] = MEM_COE
         )
     model, graph = run.capture()
     main_ops = main_operators(graph)
-    limit = _memory_limit(run)
+    limit = _find_memory_limit(run)
     plans, peaks = [], []
     for index, each in enumerate(mem_coeffs):
         report = nested_progress(run.on_progress, f"mem_coeff {each:g}", index, len(mem_coeffs))
@@ -113,7 +113,7 @@ def tune_mem_coeff(run: Run, devices: int, mem_coeffs: Sequence[float] = MEM_COE
         # Memory is measured by a dry run.
         report("memory")
         peaks.append(plans[-1].memory.peak)
-    cuts = [_shard_counts(plan, main_ops) for plan in plans]
+    cuts = [_count_shards_by_factor(plan, main_ops) for plan in plans]
     # Plans count as equal if their stages and the shards of their main operators are.
     decisions = [(plan.pipeline.stages, cut) for plan, cut in zip(plans, cuts, strict=True)]
     # In order of first occurrence, so that their numbers ascend with `mem_coeff`.
@@ -138,7 +138,7 @@ def tune_mem_coeff(run: Run, devices: int, mem_coeffs: Sequence[float] = MEM_COE
     return Tuning(devices, parallel.cluster, limit, tuple(trials), values)
 
 
-def _memory_limit(run: Run) -> int | None:
+def _find_memory_limit(run: Run) -> int | None:
     parallel = run.config.parallel
     # None if the limit is `none`.
     if parallel.memory_limit is not None:
@@ -146,7 +146,7 @@ def _memory_limit(run: Run) -> int | None:
     return None if run.cluster is None else int(load_cluster(run.cluster).device.memory)
 
 
-def _shard_counts(plan: Plan, main_ops: Sequence[str]) -> dict[str, dict[str, int]]:
+def _count_shards_by_factor(plan: Plan, main_ops: Sequence[str]) -> dict[str, dict[str, int]]:
     sizes = plan.mesh.device_matrix
     return {
         name: {

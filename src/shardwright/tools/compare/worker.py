@@ -156,9 +156,11 @@ def tiny_run(run: Run, devices: int) -> Run:
     large = Dimensions(**sizes)
     tiny = large.tiny()
     # A stage needs at least one block.
-    stages = _largest_divisor(int(parallel.stages), tiny.num_layers, devices)
+    stages = _find_largest_divisor(int(parallel.stages), tiny.num_layers, devices)
     # Tensor parallelism shards heads, of which keys and values have the fewest.
-    model = _largest_divisor(parallel.expert.model_parallel, tiny.num_kv_heads, devices // stages)
+    model = _find_largest_divisor(
+        parallel.expert.model_parallel, tiny.num_kv_heads, devices // stages
+    )
     # `context_parallel` is 1, which `expert_run` has checked.
     data, rows = devices // stages // model, BATCH_SIZE // MICRO_BATCHES
     if rows % data:
@@ -225,7 +227,7 @@ def _scale_recomputed_blocks(
     return recompute.model_copy(update=changes)
 
 
-def _largest_divisor(preferred: int, limit: int, devices: int) -> int:
+def _find_largest_divisor(preferred: int, limit: int, devices: int) -> int:
     """Return the largest divisor of `devices` that is at most `preferred` and `limit`."""
     return max(n for n in range(1, min(preferred, limit, devices) + 1) if devices % n == 0)
 

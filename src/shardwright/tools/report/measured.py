@@ -22,7 +22,7 @@ MAX_RANKS = 16
 
 def kinds_chart(plan: PlanData, measured: Measured) -> Chart:
     """Return the chart of a step's predicted and measured time, by category."""
-    stage, ranks = _busiest_stage(measured)
+    stage, ranks = _find_busiest_stage(measured)
     seconds = fmean(rank.seconds for rank in ranks)
     seconds_of = {
         each: fmean(rank.component_seconds.get(each, 0.0) for rank in ranks) for each in KINDS
@@ -38,7 +38,7 @@ def kinds_chart(plan: PlanData, measured: Measured) -> Chart:
         for name, row_kinds in (*predicted_rows, ("measured", seconds_of))
     )
     step = None if plan.step is None else plan.step.seconds
-    table = [_comparison_cells("step", step, seconds)]
+    table = [_format_comparison_row("step", step, seconds)]
     for category in KINDS:
         if seconds_of[category] or predicted_kinds.get(category):
             # The Python between operators is not predicted; a prediction without a category has no
@@ -51,15 +51,17 @@ def kinds_chart(plan: PlanData, measured: Measured) -> Chart:
             # Waiting is not measured on an accelerator.
             unknown = category == WAITING and not seconds_of[category]
             value = None if unknown else seconds_of[category]
-            table.append(_comparison_cells(category, predicted, value))
+            table.append(_format_comparison_row(category, predicted, value))
     shown = tuple(each for each in KINDS if seconds_of[each] or predicted_kinds.get(each))
-    return Chart(rows, shown, _step_time_note(plan, measured, stage), ("", *HEADER), tuple(table))
+    return Chart(
+        rows, shown, _format_step_time_note(plan, measured, stage), ("", *HEADER), tuple(table)
+    )
 
 
 HEADER = ("predicted", "measured", "of predicted")
 
 
-def _busiest_stage(measured: Measured) -> tuple[int, list[MeasuredRank]]:
+def _find_busiest_stage(measured: Measured) -> tuple[int, list[MeasuredRank]]:
     """Return the pipeline stage with the longest measured computation, and its ranks."""
     stages: dict[int, list[MeasuredRank]] = {}
     for rank in measured.ranks:
@@ -92,7 +94,7 @@ def _step_time_stack(label: str, seconds_of: Mapping[str, float], longest: float
     return Stack(label, total, stack_bars(shown, longest, seconds_text))
 
 
-def _comparison_cells(
+def _format_comparison_row(
     name: str, predicted: float | None, measured: float | None
 ) -> tuple[str, ...]:
     ratio = f"{measured / predicted:.2f}" if predicted and measured is not None else ""
@@ -100,7 +102,7 @@ def _comparison_cells(
     return (name, *cells, ratio)
 
 
-def _step_time_note(plan: PlanData, measured: Measured, stage: int) -> str:
+def _format_step_time_note(plan: PlanData, measured: Measured, stage: int) -> str:
     ranks = f"the ranks of stage {stage}" if plan.pipeline.stages > 1 else "all ranks"
     note = f"Mean of {ranks} over {measured.steps} steps, which the profiler slows down. "
     if measured.device == "cpu":
@@ -127,7 +129,7 @@ def collectives_chart(plan: PlanData, measured: Measured) -> Chart:
         ranks = [rank for rank in measured.ranks if rank.stage == stage]
         for key, (predicted_total, mean_total) in _pair_collective_totals(predicted, ranks).items():
             name = f"{key[0]} over {key[1]}" + (f", stage {stage}" if has_stages else "")
-            table.append((name, *_collective_cells(predicted_total, mean_total)))
+            table.append((name, *_format_collective_row(predicted_total, mean_total)))
     header = ("collective", "count", "measured", "bytes", "measured", "seconds", "measured")
     note = (
         "One rank in a step, predicted and measured. Predicted seconds include communication that"
@@ -170,7 +172,7 @@ def _average_collective_totals(totals: list[CollectiveTotal], num_ranks: int) ->
     return CollectiveTotal(collective, over, mean("count"), mean("bytes"), mean("seconds"))
 
 
-def _collective_cells(
+def _format_collective_row(
     predicted: CollectiveTotal | None, measured: CollectiveTotal | None
 ) -> Iterator[str]:
     for quantity in ("count", "bytes", "seconds"):

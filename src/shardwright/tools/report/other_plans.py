@@ -39,7 +39,7 @@ def other_plans(plan: PlanData, others: Mapping[str, PlanData | str]) -> Iterato
             # The reason why this plan could not be made.
             yield OtherPlan(name, each)
         else:
-            changes = Chart() if each is plan else _differences_table(plan, each)
+            changes = Chart() if each is plan else _make_differences_table(plan, each)
             yield OtherPlan(
                 name, parallelism_sentence(each), tuple(_plan_stacks(each, *maxima)), changes
             )
@@ -73,10 +73,10 @@ def _single_bar_stack(
     return Stack(category, size_text, (bar,), limit, state)
 
 
-def _differences_table(plan: PlanData, other: PlanData) -> Chart:
+def _make_differences_table(plan: PlanData, other_plan: PlanData) -> Chart:
     """Return the table of differences between the plan of the report page and another plan."""
     # "model" is a difference of fingerprints, which depend on the batch size too.
-    changes = [each for each in differences(plan, other) if each.what != "model"]
+    changes = [each for each in differences(plan, other_plan) if each.what != "model"]
     table = []
     for each in changes[:MAX_CHANGES]:
         num_omitted = len(each.names) - 2

@@ -26,9 +26,9 @@ def page_tree(plan: PlanData) -> tuple[tuple[Branch | Operator, ...], tuple[Pict
     # From a layout to the index of its picture: insertion order is the order of `Page.pictures`.
     pictures: dict[TensorLayout, int] = {}
     operators_in_modules: list[_OperatorInModules] = []
-    for fold in fold_rows(plan.operators):
-        *modules, name = split_module_path(fold.row.name, MAX_DEPTH)
-        operators_in_modules.append((modules, _page_operator(plan, fold, name, pictures)))
+    for folded_ops in fold_rows(plan.operators):
+        *modules, name = split_module_path(folded_ops.row.name, MAX_DEPTH)
+        operators_in_modules.append((modules, _page_operator(plan, folded_ops, name, pictures)))
     return tuple(_module_children(operators_in_modules)), tuple(map(picture, pictures))
 
 
@@ -58,11 +58,11 @@ def _module_children(
 
 
 def _page_operator(
-    plan: PlanData, fold: Fold, name: str, pictures: dict[TensorLayout, int]
+    plan: PlanData, folded_ops: Fold, name: str, pictures: dict[TensorLayout, int]
 ) -> Operator:
-    row, count = fold.row, fold.count
-    # The operators of a fold are equal, so the reason of the first one holds for all.
-    why, reason = cut_origin(plan, fold.members[0])
+    row, count = folded_ops.row, folded_ops.count
+    # Folded operators are equal, so the reason of the first one holds for all.
+    why, reason = cut_origin(plan, folded_ops.members[0])
     return Operator(
         name=name,
         path=row.name,
@@ -75,7 +75,7 @@ def _page_operator(
         seconds=count * row.seconds,
         why=why,
         reason=reason,
-        facts=tuple(_operator_fact_rows(plan, fold, reason)),
+        facts=tuple(_operator_fact_rows(plan, folded_ops, reason)),
         inputs=tuple(_input_tensors(plan, row, pictures)),
         outputs=tuple(
             _operator_tensor(f"output {index}" if index else "output", "", shape, layout, pictures)
@@ -87,18 +87,18 @@ def _page_operator(
     )
 
 
-def _operator_fact_rows(plan: PlanData, fold: Fold, reason: str) -> Iterable[tuple[str, str]]:
-    row = fold.row
+def _operator_fact_rows(plan: PlanData, folded_ops: Fold, reason: str) -> Iterable[tuple[str, str]]:
+    row = folded_ops.row
     yield "why", reason
-    yield from choice_lines(plan, fold.members[0])
+    yield from choice_lines(plan, folded_ops.members[0])
     if row.rule is not None:
         yield "rule", row.rule
-    if fold.count > 1:
-        yield "repeated", f"{fold.count} times; the figures below are of one"
+    if folded_ops.count > 1:
+        yield "repeated", f"{folded_ops.count} times; the figures below are of one"
     if plan.pipeline.stages > 1:
-        yield "stages", fold.stages
-    if fold.recomputed:
-        yield "backward pass", fold.recomputed
+        yield "stages", folded_ops.stages
+    if folded_ops.recomputed:
+        yield "backward pass", folded_ops.recomputed
     if row.source:
         yield "source", row.source
 
