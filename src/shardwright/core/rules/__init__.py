@@ -58,7 +58,8 @@ def rule_of(op: Op) -> ShardingRule | None:
 
 
 _CACHED_RULES: WeakKeyDictionary[Op, tuple[int, ShardingRule | None]] = WeakKeyDictionary()
-"""Cached (number of registered rules at the look-up, rule), by operator."""
+"""The sharding rule of each operator that was looked up, with the number of rules registered then;
+the rule is None if none was registered for the operator."""
 
 
 def _find_rule(op: Op) -> ShardingRule | None:
@@ -82,7 +83,8 @@ def is_random(op: Op) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _RuleCacheKey:
-    """Cache key of a rule; the comparison ignores `op`, one of the operators with this key."""
+    """Cache key under which operators with equal targets, shapes, dtypes and arguments share a
+    sharding rule; comparisons ignore `op`, an operator with this key."""
 
     maker: RuleMaker
     target: Any

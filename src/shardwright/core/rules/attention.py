@@ -90,7 +90,7 @@ def scaled_dot_product_attention(op: Op) -> ShardingRule | None:
         # Without a causal mask and without a ring, a shard of queries is an ordinary call of the
         # operator.
         kernel=_build_attention_kernel if causal or keys else None,
-        reductions=_query_swaps_for_balance if (causal and queries) or keys else no_reductions,
+        reductions=_make_query_swaps_for_balance if (causal and queries) or keys else no_reductions,
         random=arguments["dropout_p"] > 0,
         # A query dimension may be sharded by the ring, and each of its blocks by `s`.
         joined={keys: "s"} if keys and queries else {},
@@ -106,7 +106,7 @@ def _build_attention_kernel(op: Op, local: LocalSharding) -> Callable[..., Any]:
     )
 
 
-def _query_swaps_for_balance(op: Op, shard_counts: Mapping[str, int]) -> tuple[Reduction, ...]:
+def _make_query_swaps_for_balance(op: Op, shard_counts: Mapping[str, int]) -> tuple[Reduction, ...]:
     if shard_counts.get("ring", 1) > 1:
         return ring_reductions(op, shard_counts)
     return half_shard_swaps(op, shard_counts) if call_arguments(op)["is_causal"] else ()

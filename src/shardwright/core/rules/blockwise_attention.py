@@ -41,7 +41,10 @@ def windowed_attention_rule(op: Op) -> ShardingRule:
     """Sliding window attention, `b h s _, b h s _, b h s _ -> b h s _`: batch, heads and positions
     can be sharded."""
     return _build_blockwise_attention_rule(
-        op, [_QUERIES] * 3, kernel=_build_windowed_attention_kernel, reductions=_key_value_transfers
+        op,
+        [_QUERIES] * 3,
+        kernel=_build_windowed_attention_kernel,
+        reductions=_make_key_value_transfers,
     )
 
 
@@ -56,7 +59,7 @@ def masked_attention_rule(op: Op) -> ShardingRule:
     # Aligned on the right, as an input of the mask may lack batch and heads.
     vectors = [_QUERIES[4 - len(value.shape) :] for value in op.inputs[3:]]
     causal = call_arguments(op)["causal"]
-    swaps = _query_swaps_for_balance if causal else no_reductions
+    swaps = _make_masked_query_swaps if causal else no_reductions
     return _build_blockwise_attention_rule(
         op,
         [_QUERIES, keys, keys, *vectors],
@@ -71,8 +74,8 @@ _QUERIES: Dims = ("b", "h", "s", None)
 def _build_blockwise_attention_rule(
     op: Op, inputs: Sequence[Dims], **options: Unpack[RuleOptions]
 ) -> ShardingRule:
-    """Build the rule of halos or masked attention; in grouped-query attention the number of
-    shards of `h` must divide the number of key-value heads."""
+    """Build the sharding rule of sliding window or masked attention; in grouped-query attention the
+    number of shards of the heads, factor `h`, must divide the number of key-value heads."""
     heads = op.inputs[1].shape[1]
     # A single key-value head is replicated, and does not limit the shards of `h`.
     capacity = {"h": heads} if heads > 1 else None
@@ -80,9 +83,9 @@ def _build_blockwise_attention_rule(
     return sharding_rule(op, inputs, (_QUERIES,), capacity=capacity, **options)
 
 
-def _query_swaps_for_balance(op: Op, shard_counts: Mapping[str, int]) -> tuple[Reduction, ...]:
-    """Return the swaps that balance causal masked attention: of half of the queries, of the mask
-    vectors with one row per query, and of outputs."""
+def _make_masked_query_swaps(op: Op, shard_counts: Mapping[str, int]) -> tuple[Reduction, ...]:
+    """Return the exchanges that balance causal masked attention: devices swap half of their
+    queries, of the mask inputs with one row per query, and of the outputs."""
     query_vectors = [value for value in op.inputs[3:] if value.shape[-2] > 1]
     return half_shard_swaps(op, shard_counts, query_vectors)
 
@@ -125,10 +128,10 @@ def _build_masked_attention_kernel(op: Op, local: LocalSharding) -> Callable[...
 
 
 def halo_rows_by_shard(op: Op, blocks: int) -> list[int]:
-    """Return, for each preceding shard of the sequence, the number of its last positions within the
-    window of a shard.
+    """Return the number of key-value rows that a shard's attention window reads from each preceding
+    shard of the sequence, nearest shard first.
 
-    Starts with the nearest shard, and omits shards that the window does not reach.
+    Shards that the window does not reach are omitted.
 
     Args:
         blocks: number of shards of the sequence.
@@ -144,7 +147,7 @@ def halo_rows_by_shard(op: Op, blocks: int) -> list[int]:
     return counts
 
 
-def _key_value_transfers(op: Op, shard_counts: Mapping[str, int]) -> tuple[Reduction, ...]:
+def _make_key_value_transfers(op: Op, shard_counts: Mapping[str, int]) -> tuple[Reduction, ...]:
     """Return one transfer of keys and values, concatenated, to the device with the next shard, for
     each preceding shard that the window reaches."""
     key, value = op.inputs[1:]

@@ -34,10 +34,10 @@ def linear(op: Op) -> ShardingRule:
     """Linear layer, `... k, j k -> ... j`; K cannot be sharded with a bias, which every shard would
     add."""
     if argument(op, "bias") is None:
-        return _as_main_product_rule(
+        return _label_product_factors(
             from_notation("... k, j k -> ... j", op, reduced="k"), weight=1
         )
-    return _as_main_product_rule(from_notation("... k, j k, j -> ... j", op), weight=1)
+    return _label_product_factors(from_notation("... k, j k, j -> ... j", op), weight=1)
 
 
 @rule_for(
@@ -59,7 +59,7 @@ def matmul(op: Op) -> ShardingRule:
     if second <= 2:
         rows: Dims = leading[: first - 1]
         columns: Dims = ("j",) if second == 2 else ()
-        return _as_main_product_rule(
+        return _label_product_factors(
             _build_matrix_product_rule(op, (*rows, "k"), ("k", *columns), (*rows, *columns)),
             weight=1,
         )
@@ -68,7 +68,7 @@ def matmul(op: Op) -> ShardingRule:
     # Batch dimensions are broadcast, so the shorter operand takes the last ones; a vector has none.
     lhs = (*batch[len(batch) - max(first - 2, 0) :], *rows, "k")
     rhs = (*batch[len(batch) - (second - 2) :], "k", "j")
-    return _as_main_product_rule(
+    return _label_product_factors(
         _build_matrix_product_rule(op, lhs, rhs, (*batch, *rows, "j")), weight=None
     )
 
@@ -87,7 +87,7 @@ def addmm_rule(op: Op) -> ShardingRule:
     inputs = (added, (*batch, "i", "k"), (*batch, "k", *columns))
     # Input 0 is the added tensor, so the product is that of inputs 1 and 2; a batched one
     # multiplies activations.
-    return _as_main_product_rule(
+    return _label_product_factors(
         sharding_rule(op, inputs, (out,)), weight=None if batch else 2, first=1
     )
 
@@ -99,7 +99,7 @@ def addbmm(op: Op) -> ShardingRule:
     The summed batch `b` cannot be sharded, as every shard would add the input.
     """
     inputs = (aligned_to_output(op, ("i", "j"))[0], (None, "i", None), (None, None, "j"))
-    return _as_main_product_rule(sharding_rule(op, inputs, (("i", "j"),)), weight=None, first=1)
+    return _label_product_factors(sharding_rule(op, inputs, (("i", "j"),)), weight=None, first=1)
 
 
 @rule_for(aten.addr.default)
@@ -155,7 +155,7 @@ def _build_contraction_rule(
         rhs[j] = lhs[i]
     summed = set(lhs) & set(rhs)
     out = tuple(name for name in (*lhs, *rhs) if name not in summed)
-    return _as_main_product_rule(
+    return _label_product_factors(
         sharding_rule(op, (tuple(lhs), tuple(rhs)), (out,), reduced=summed), weight=1
     )
 
@@ -164,7 +164,7 @@ def _build_contraction_rule(
 def einsum(op: Op) -> ShardingRule | None:
     """Einsum, whose equation is the rule; returns None if an operand repeats a label, as in
     `ii`."""
-    terms, out = _einsum_labels(op)
+    terms, out = _parse_einsum_labels(op)
     # A mesh axis cannot shard two dimensions of one tensor.
     if any(len(set(term)) < len(term) for term in (*terms, out)):
         return None
@@ -176,7 +176,7 @@ def einsum(op: Op) -> ShardingRule | None:
         return rule
     # A label of both operands and the result is a batch dimension: neither operand is a weight.
     batched = any(label in terms[1] and label in out for label in terms[0])
-    return _as_main_product_rule(rule, weight=None if batched else 1)
+    return _label_product_factors(rule, weight=None if batched else 1)
 
 
 # By name, since the operators exist only after the import of the library that defines them.
@@ -192,7 +192,7 @@ def grouped_mm(op: Op) -> ShardingRule | None:
     if ranks != [2, 3, 1] or call_arguments(op).get("bias") is not None:
         return None
     notation = "b k, _ k j, _ -> b j"
-    return _as_main_product_rule(
+    return _label_product_factors(
         from_notation(notation, op, reduced="k", kernel=_build_grouped_mm_kernel), weight=1
     )
 
@@ -215,7 +215,7 @@ def _build_grouped_mm_kernel(op: Op, local: LocalSharding) -> Callable[..., Any]
     return multiply
 
 
-def _einsum_labels(op: Op) -> tuple[list[Dims], Dims]:
+def _parse_einsum_labels(op: Op) -> tuple[list[Dims], Dims]:
     """Return the labels of the operands and of the result of an einsum; capitals replace `...`."""
     inputs, arrow, output = op.args[0].replace(" ", "").partition("->")
     operands = inputs.split(",")
@@ -245,12 +245,14 @@ def _build_matrix_product_rule(op: Op, lhs: Dims, rhs: Dims, out: Dims) -> Shard
     return sharding_rule(op, (lhs, rhs), (out,), reduced="k")
 
 
-def _as_main_product_rule(rule: ShardingRule, weight: int | None, first: int = 0) -> ShardingRule:
-    """Return `rule` as the rule of a main operator, whose cuts the search chooses: the product of
-    inputs `first` and `first + 1`.
+def _label_product_factors(rule: ShardingRule, weight: int | None, first: int = 0) -> ShardingRule:
+    """Return `rule` with its factors labeled as batch, rows, columns or contracted dimensions of a
+    matrix product, so that the search chooses the product's sharding by cost.
 
     Args:
+        rule: sharding rule of the operator.
         weight: index of the input that is the weight; None for a product of activations.
+        first: index of the product's left input; the right input follows it.
     """
     lhs, rhs, out = rule.inputs[first], rule.inputs[first + 1], rule.outputs[0]
     # In order of first occurrence, since ties go to the first factor.

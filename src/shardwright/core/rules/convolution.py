@@ -86,7 +86,7 @@ def _build_convolution_rule(op: Op, transposed: bool) -> ShardingRule:
         counts = op.inputs[0].shape[-num_dims:]
         windows = spatial_windows(op, kernel_size, op.output.shape, counts)
         halos = OutputHalos(
-            windows, (*batch, j, *spatial_factors(windows)), replace=_local_num_groups_argument
+            windows, (*batch, j, *spatial_factors(windows)), replace=_make_local_num_groups_argument
         )
         filters: Dims = (k, j)
     else:
@@ -95,7 +95,9 @@ def _build_convolution_rule(op: Op, transposed: bool) -> ShardingRule:
         # dimensions too.
         pads_all = isinstance(arguments["padding"], str)
         dims = (*batch, k, *spatial_factors(windows))
-        halos = InputHalos(windows, dims, pads_all=pads_all, replace=_local_num_groups_argument)
+        halos = InputHalos(
+            windows, dims, pads_all=pads_all, replace=_make_local_num_groups_argument
+        )
         filters = (j, k)
     # Spatial dimensions count as rows (`I`) below: like the batch, they are dimensions of input and
     # output, but not of the weight.
@@ -105,7 +107,7 @@ def _build_convolution_rule(op: Op, transposed: bool) -> ShardingRule:
         filters, labels = ("g", None), {"b": "I", "g": "J"}
     return sharding_rule(
         op,
-        _input_factors(op, (*batch, k, *space), (*filters, *(None,) * num_dims), j),
+        _list_input_factors(op, (*batch, k, *space), (*filters, *(None,) * num_dims), j),
         ((*batch, j, *space),),
         reduced=() if groups > 1 else "k",
         # Inputs and outputs of a group must be on one device, so shards end between groups.
@@ -121,10 +123,10 @@ def _build_convolution_rule(op: Op, transposed: bool) -> ShardingRule:
     )
 
 
-def _input_factors(op: Op, x: Dims, weight: Dims, channels: str) -> tuple[Dims, ...]:
+def _list_input_factors(op: Op, x: Dims, weight: Dims, channels: str) -> tuple[Dims, ...]:
     return input_factors(op, {"input": x, "weight": weight, "bias": (channels,)})
 
 
-def _local_num_groups_argument(op: Op, local: LocalSharding) -> dict[str, Any]:
+def _make_local_num_groups_argument(op: Op, local: LocalSharding) -> dict[str, Any]:
     shards = local.shard_counts.get("g", 1)
     return {"groups": call_arguments(op)["groups"] // shards} if shards > 1 else {}

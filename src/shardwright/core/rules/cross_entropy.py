@@ -58,7 +58,7 @@ def cross_entropy_rule(op: Op) -> ShardingRule:
         reduced=[str(name) for name in rows] if arguments["reduction"] else (),
         complete=frozenset("v"),
         kernel=_build_cross_entropy_kernel,
-        reductions=_cross_entropy_reductions,
+        reductions=_make_cross_entropy_reductions,
     )
 
 
@@ -67,7 +67,9 @@ def _has_probability_targets(op: Op) -> bool:
     return bool(call_arguments(op)["target"].dtype.is_floating_point)
 
 
-def _cross_entropy_reductions(op: Op, shard_counts: Mapping[str, int]) -> tuple[Reduction, ...]:
+def _make_cross_entropy_reductions(
+    op: Op, shard_counts: Mapping[str, int]
+) -> tuple[Reduction, ...]:
     counted = () if _has_probability_targets(op) else target_count_reduction(op, shard_counts)
     if shard_counts.get("v", 1) == 1:
         return counted
@@ -76,7 +78,7 @@ def _cross_entropy_reductions(op: Op, shard_counts: Mapping[str, int]) -> tuple[
     dims = [name for name in NAMES if name != "v"]
     rows = tuple(n // shard_counts.get(f, 1) for n, f in zip(logits.shape[:-1], dims, strict=False))
     dtype = accumulation_dtype(logits.dtype)
-    sums = (_num_class_sums(op), *rows)
+    sums = (_count_class_sums(op), *rows)
     # Every device computes the same losses from the sums, so their gradients are equal and need no
     # collective: `varying` stays False.
     return (
@@ -86,9 +88,12 @@ def _cross_entropy_reductions(op: Op, shard_counts: Mapping[str, int]) -> tuple[
     )
 
 
-def _num_class_sums(op: Op) -> int:
-    """Return the number of sums over classes per token: Σ exp z, Σ a z, W unless W is 1 and, with
-    class weights, the weight of the target class."""
+def _count_class_sums(op: Op) -> int:
+    """Return the number of values per token that devices with different classes add up.
+
+    These are Σ exp z and Σ a z, for logits z minus their maximum and weighted target probabilities
+    a; Σ a unless it is 1; and, with class weights, the weight of the target class.
+    """
     if _has_probability_targets(op):
         return 3
     return 2 if call_arguments(op)["weight"] is None else 4
@@ -107,7 +112,9 @@ def _build_sharded_classes_kernel(op: Op, local: LocalSharding) -> Callable[...,
     first = local.index("v") * (logits.shape[-1] // local.shard_counts["v"])
     reduce_max, reduce_sum, *reduce_count = local.reduce
     probabilities, bind = _has_probability_targets(op), argument_binder(op)
-    terms = _local_sums_for_class_probabilities if probabilities else _local_sums_for_class_indices
+    terms = (
+        _sum_local_classes_for_probabilities if probabilities else _sum_local_classes_for_indices
+    )
 
     def run(*args: Any, **kwargs: Any) -> Any:
         arguments = bind(args, kwargs)
@@ -141,11 +148,14 @@ def _build_sharded_classes_kernel(op: Op, local: LocalSharding) -> Callable[...,
     return run
 
 
-def _local_sums_for_class_indices(
+def _sum_local_classes_for_indices(
     scores: Tensor, arguments: Mapping[str, Any], first: Any, classes: int
 ) -> tuple[Tensor, ...]:
-    """Return this device's partial sums over classes, each with the shape of the targets: Σ a z
-    and, with class weights, W and the weight of the target class.
+    """Return partial sums of the cross entropy over this device's classes, each with the shape of
+    the targets, for targets that are class indices.
+
+    With scores z and weighted target probabilities a, the sums are Σ a z and, with class weights,
+    Σ a and the weight of the target class.
 
     Args:
         scores: logits minus their maximum over all classes, `[..., local classes]`.
@@ -176,11 +186,11 @@ def _local_sums_for_class_indices(
     return product, total, target_weight
 
 
-def _local_sums_for_class_probabilities(
+def _sum_local_classes_for_probabilities(
     scores: Tensor, arguments: Mapping[str, Any], first: Any, classes: int
 ) -> tuple[Tensor, ...]:
-    """Return this device's partial sums Σ a z and W over classes, for targets that are class
-    probabilities.
+    """Return partial sums of the cross entropy over this device's classes, for targets that are
+    class probabilities: Σ a z and Σ a, with scores z and weighted target probabilities a.
 
     Args:
         scores: logits minus their maximum over all classes, `[..., local classes]`.

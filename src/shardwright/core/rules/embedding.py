@@ -57,7 +57,7 @@ def embedding(op: Op) -> ShardingRule:
     )
 
 
-def _local_table_rows(op: Op, local: LocalSharding) -> tuple[Any, int, int]:
+def _find_local_table_rows(op: Op, local: LocalSharding) -> tuple[Any, int, int]:
     """Return the index of the first table row on this device, the number of local rows, and the
     number of rows of the full table."""
     total = op.inputs[0].shape[0]
@@ -70,7 +70,7 @@ def _build_embedding_kernel(op: Op, local: LocalSharding) -> Callable[..., Any]:
     looked up as zero, and the outputs are partial sums."""
     if local.shard_counts.get("v", 1) == 1:
         return op.target
-    first, size, total = _local_table_rows(op, local)
+    first, size, total = _find_local_table_rows(op, local)
     bind = argument_binder(op)
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -131,7 +131,7 @@ def _build_embedding_bag_kernel(op: Op, local: LocalSharding) -> Callable[..., A
     have weight 0, and means are divided by the number of entries on all devices."""
     if local.shard_counts.get("v", 1) == 1:
         return op.target
-    first, size, total = _local_table_rows(op, local)
+    first, size, total = _find_local_table_rows(op, local)
     bind = argument_binder(op)
 
     def run(*args: Any, **kwargs: Any) -> Tensor:

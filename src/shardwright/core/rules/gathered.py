@@ -54,7 +54,7 @@ operator combines. Statistics of all shards have a leading dimension, the number
 
 @dataclass(frozen=True)
 class ShardCombination:
-    """Method by which an operator combines the shards of its input: statistics and outputs.
+    """Computation of an operator along sharded dimensions, from all-gathered statistics of shards.
 
     Args:
         local_statistics: returns the statistics of the local shard.
@@ -96,15 +96,15 @@ class ShardCombination:
             # are equal.
             complete=frozenset() if self.keeps_dims else frozenset(filter(None, combined_factors)),
             kernel=lambda op, local: self._build_gathering_kernel(op, local, dims),
-            reductions=lambda op, shard_counts: self._statistics_all_gathers(
+            reductions=lambda op, shard_counts: self._make_statistics_all_gathers(
                 op, shard_counts, dims
             ),
         )
 
-    def _statistics_all_gathers(
+    def _make_statistics_all_gathers(
         self, op: Op, shard_counts: Mapping[str, int], dims: tuple[int, ...]
     ) -> tuple[Reduction, ...]:
-        x, factors = op.inputs[0], _sharded_factors_of_dims(dims, shard_counts)
+        x, factors = op.inputs[0], _find_sharded_factors(dims, shard_counts)
         if not factors:
             return ()
         # Builders name the input by `factor_names` without exclusions, so dimension i has the
@@ -115,7 +115,7 @@ class ShardCombination:
         ]
         count = prod(shard_counts[factor] for factor in factors)
         values = Reduction(
-            *(factors, GATHER, (count, self.num_values, *rows), self._statistics_dtype(op)),
+            *(factors, GATHER, (count, self.num_values, *rows), self._choose_statistics_dtype(op)),
             # From a sharded output each device has one term of the gradient of the statistics; from
             # equal outputs each has all of it.
             varying=self.keeps_dims,
@@ -127,7 +127,7 @@ class ShardCombination:
         indices = (count, self.num_indices, *rows)
         return values, Reduction(factors, GATHER, indices, torch.int64, differentiable=False)
 
-    def _statistics_dtype(self, op: Op) -> torch.dtype:
+    def _choose_statistics_dtype(self, op: Op) -> torch.dtype:
         if self.statistic_dtype is not None:
             return self.statistic_dtype
         dtype = call_arguments(op).get("dtype") or op.inputs[0].dtype
@@ -138,10 +138,14 @@ class ShardCombination:
     def _build_gathering_kernel(
         self, op: Op, local: LocalSharding, dims: tuple[int, ...]
     ) -> Callable[..., Any]:
-        factors = _sharded_factors_of_dims(dims, local.shard_counts)
+        factors = _find_sharded_factors(dims, local.shard_counts)
         if not factors:
             return op.target
-        shape, bind, dtype = op.inputs[0].shape, argument_binder(op), self._statistics_dtype(op)
+        shape, bind, dtype = (
+            op.inputs[0].shape,
+            argument_binder(op),
+            self._choose_statistics_dtype(op),
+        )
         counts = [local.shard_counts.get(NAMES[dim], 1) for dim in dims]
         numbers = [
             local.index(NAMES[dim]) if n > 1 else 0 for dim, n in zip(dims, counts, strict=True)
@@ -186,7 +190,7 @@ class ShardCombination:
         return gathered
 
 
-def _sharded_factors_of_dims(
+def _find_sharded_factors(
     dims: tuple[int, ...], shard_counts: Mapping[str, int]
 ) -> tuple[str, ...]:
     return tuple(NAMES[dim] for dim in dims if shard_counts.get(NAMES[dim], 1) > 1)

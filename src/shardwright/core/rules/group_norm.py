@@ -44,7 +44,7 @@ def group_norm(op: Op) -> ShardingRule:
         (dims,),
         capacity={"c": call_arguments(op)["num_groups"]},
         kernel=_build_group_norm_kernel,
-        reductions=_moment_all_gathers,
+        reductions=_make_moment_all_gathers,
     )
 
 
@@ -70,7 +70,7 @@ def group_norm_with_moments(op: Op) -> ShardingRule:
     )
 
 
-def _moment_all_gathers(op: Op, shard_counts: Mapping[str, int]) -> tuple[Reduction, ...]:
+def _make_moment_all_gathers(op: Op, shard_counts: Mapping[str, int]) -> tuple[Reduction, ...]:
     sharded = tuple(factor for factor in SPACE if shard_counts.get(factor, 1) > 1)
     if not sharded:
         return ()

@@ -99,7 +99,7 @@ class IndexedDims:
                 size = total // local.shard_counts[factor]
                 # `x[i]` counts negative indices from the end; `gather`, `scatter` and `index_add`
                 # refuse them.
-                blocks[dim] = _LocalBlock(
+                blocks[dim] = _LocalIndexRange(
                     local.index(factor) * size, size, total, wraps=self.is_list
                 )
         if not blocks:
@@ -111,12 +111,12 @@ class IndexedDims:
     def _read_local_elements(
         self,
         target: Callable[..., Any],
-        blocks: Mapping[int, _LocalBlock],
+        blocks: Mapping[int, _LocalIndexRange],
         arguments: dict[str, Any],
     ) -> Tensor:
         elsewhere: Tensor | None = None
         for dim, block in blocks.items():
-            index, is_elsewhere = block.localize(self._index_of_dim(arguments, dim))
+            index, is_elsewhere = block.localize(self._get_index_of_dim(arguments, dim))
             # Any valid row, since the result is masked.
             self._replace_index_of_dim(arguments, dim, index.masked_fill(is_elsewhere, 0))
             elsewhere = is_elsewhere if elsewhere is None else elsewhere | is_elsewhere
@@ -129,11 +129,11 @@ class IndexedDims:
     def _write_local_elements(
         self,
         target: Callable[..., Any],
-        blocks: Mapping[int, _LocalBlock],
+        blocks: Mapping[int, _LocalIndexRange],
         arguments: dict[str, Any],
     ) -> Tensor:
         ((dim, block),) = blocks.items()
-        index, _ = block.localize(self._index_of_dim(arguments, dim))
+        index, _ = block.localize(self._get_index_of_dim(arguments, dim))
         self._replace_index_of_dim(arguments, dim, index)
         name = next(iter(arguments))
         x = arguments[name]
@@ -143,7 +143,7 @@ class IndexedDims:
         out: Tensor = target(**arguments)
         return out.narrow(dim, 0, block.size)
 
-    def _index_of_dim(self, arguments: Mapping[str, Any], dim: int) -> Tensor:
+    def _get_index_of_dim(self, arguments: Mapping[str, Any], dim: int) -> Tensor:
         index: Tensor = arguments[self.argument][dim] if self.is_list else arguments[self.argument]
         return index
 
@@ -158,7 +158,7 @@ class IndexedDims:
 
 
 @dataclass(frozen=True)
-class _LocalBlock:
+class _LocalIndexRange:
     """This device's shard of a dimension, for lookups by index.
 
     Args:
@@ -198,7 +198,7 @@ def one_hot_kernel(factor: str) -> Kernel:
             return op.target
         classes = op.output.shape[-1]
         size = classes // count
-        block = _LocalBlock(local.index(factor) * size, size, classes)
+        block = _LocalIndexRange(local.index(factor) * size, size, classes)
 
         def run(x: Tensor, num_classes: int) -> Tensor:
             # One more class, for all classes of other devices.

@@ -141,7 +141,7 @@ def gather(op: Op) -> ShardingRule | None:
     unequal = [
         i
         for i, sizes in enumerate(zip(x.shape, indices.shape, strict=True))
-        if _have_different_sizes(sizes)
+        if _has_unequal_sizes(sizes)
     ]
     dims = unsharded_at(factor_names(x, exclude="v"), *(i for i in unequal if i != indexed_dim))
     source = (*dims[:indexed_dim], "v", *dims[indexed_dim + 1 :])
@@ -157,9 +157,7 @@ def scatter(op: Op) -> ShardingRule:
     sharded too, `b v, b e, b e -> b v`: the output is a partial sum."""
     x, *others = op.inputs
     shapes = [x.shape, *(value.shape for value in others if value.shape)]
-    unequal = [
-        i for i, sizes in enumerate(zip(*shapes, strict=False)) if _have_different_sizes(sizes)
-    ]
+    unequal = [i for i, sizes in enumerate(zip(*shapes, strict=False)) if _has_unequal_sizes(sizes)]
     if not x.shape:
         return sharding_rule(op, ((),) * len(op.inputs), ((),))
     dim = argument(op, "dim") % len(x.shape)
@@ -233,14 +231,14 @@ def index(op: Op) -> ShardingRule | None:
 
     Returns None for masks, as the shape of the result depends on the data.
     """
-    dims = _tensor_indexing_factors(op)
+    dims = _assign_tensor_indexing_factors(op)
     if dims is None:
         return None
     _, at, result = dims
     indices = [at[len(at) - len(value.shape) :] for value in op.inputs[1:]]
     # The dimensions of the result behind those of the indices, which may stand in its middle.
     trailing = len(result) - len(at) - (result.index(at[0]) if at else 0)
-    indexed = IndexedDims("indices", _factors_of_indexed_dims(op), is_list=True, trailing=trailing)
+    indexed = IndexedDims("indices", _find_indexed_factors(op), is_list=True, trailing=trailing)
     return _build_indexed_read_rule(op, (factor_names(op.inputs[0]), *indices), result, indexed)
 
 
@@ -249,7 +247,7 @@ def index_put(op: Op) -> ShardingRule | None:
     """Assignment by index tensors, `b s, _, _ s -> b s`: each device writes to its shard of the
     first indexed dimension; other indexed dimensions cannot be sharded. With `accumulate` the rows
     can be sharded too: the output is a partial sum. Returns None for masks."""
-    dims = _tensor_indexing_factors(op)
+    dims = _assign_tensor_indexing_factors(op)
     if dims is None:
         return None
     source, at, result = dims
@@ -262,7 +260,7 @@ def index_put(op: Op) -> ShardingRule | None:
         for value in indices
     ]
     # The kernel of writes appends a row to one sharded dimension only.
-    first = dict([next(iter(_factors_of_indexed_dims(op).items()))])
+    first = dict([next(iter(_find_indexed_factors(op).items()))])
     source = tuple(first.get(dim, name) for dim, name in enumerate(source))
     return sharding_rule(
         op,
@@ -303,13 +301,13 @@ def _build_indexed_read_rule(
     )
 
 
-def _factors_of_indexed_dims(op: Op) -> dict[int, str]:
+def _find_indexed_factors(op: Op) -> dict[int, str]:
     """Return the factor of each indexed dimension of `x[indices]`."""
     dims = factor_names(op.inputs[0])
     return {dim: str(dims[dim]) for dim, index in enumerate(op.args[1]) if index is not None}
 
 
-def _tensor_indexing_factors(op: Op) -> tuple[Dims, Dims, Dims] | None:
+def _assign_tensor_indexing_factors(op: Op) -> tuple[Dims, Dims, Dims] | None:
     """Return the factors of `x`, of the broadcast indices and of the output of `x[indices]`.
 
     As in NumPy, the dimensions of the indices replace the indexed dimensions, or come first if the
@@ -332,7 +330,7 @@ def _tensor_indexing_factors(op: Op) -> tuple[Dims, Dims, Dims] | None:
     return source, at, (*at, *remaining)
 
 
-def _have_different_sizes(sizes: tuple[int, ...]) -> bool:
+def _has_unequal_sizes(sizes: tuple[int, ...]) -> bool:
     return len(set(sizes)) > 1
 
 

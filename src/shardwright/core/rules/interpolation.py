@@ -88,7 +88,7 @@ class ResizedDim:
             t = position - row
             rows = [row - 1, row, row + 1, row + 2]
             # PyTorch's parameter a is -0.75, and -0.5 with antialiasing, as in Pillow.
-            weights = [_cubic_weight(x, -0.75) for x in (1 + t, t, 1 - t, 2 - t)]
+            weights = [_compute_cubic_weight(x, -0.75) for x in (1 + t, t, 1 - t, 2 - t)]
         return torch.stack(rows).long().clamp(0, self.size - 1), torch.stack(weights)
 
     def _antialias_rows_and_weights(self, j: Tensor) -> tuple[Tensor, Tensor]:
@@ -104,7 +104,7 @@ class ResizedDim:
         # many rows.
         rows = first + torch.arange(2 * ceil(support) + 1, device=j.device).unsqueeze(1)
         x = ((rows - center + 0.5) / scale).abs()
-        weights = _cubic_weight(x, -0.5) if self.cubic else (1 - x).clamp(min=0)
+        weights = _compute_cubic_weight(x, -0.5) if self.cubic else (1 - x).clamp(min=0)
         weights = weights.masked_fill(rows >= end, 0)
         # Rows with weight 0 must exist too, since they are indexed.
         return torch.where(rows < end, rows, first), weights / weights.sum(0)
@@ -117,12 +117,12 @@ class ResizedDim:
         return rows.amin(0), rows.amax(0)
 
     def num_rows_before(self, shards: int) -> int:
-        """Return the number of rows that a shard reads of the previous shard."""
+        """Return the number of rows that a shard reads from the previous shard."""
         first = self._first_and_last_rows_read[0].view(shards, -1).amin(1)
         return max(0, int((torch.arange(shards) * (self.size // shards) - first).max()))
 
     def num_rows_after(self, shards: int) -> int:
-        """Return the number of rows that a shard reads of the next shard."""
+        """Return the number of rows that a shard reads from the next shard."""
         last = self._first_and_last_rows_read[1].view(shards, -1).amax(1)
         end = (torch.arange(shards) + 1) * (self.size // shards)
         return max(0, int((last + 1 - end).max()))
@@ -132,7 +132,7 @@ class ResizedDim:
         return self.num_rows_before(shards) + self.size // shards + self.num_rows_after(shards)
 
     def halo_start(self, index: Any, shards: int) -> int:
-        """Return 0, the position of the first row that a resized shard reads in its halo."""
+        """Return 0: a resized shard reads its rows with halo from the first row on."""
         return 0
 
     @cached_property
@@ -165,8 +165,9 @@ class ResizedDim:
 _POSITION_DTYPES = torch.float32, torch.float64
 
 
-def _cubic_weight(x: Tensor, a: float) -> Tensor:
-    """Return the weight of a row at distance `x` ≥ 0 in cubic convolution (Keys, 1981)."""
+def _compute_cubic_weight(x: Tensor, a: float) -> Tensor:
+    """Return the weight of a row at distance `x` ≥ 0 in cubic convolution with parameter `a` (Keys,
+    "Cubic convolution interpolation for digital image processing", 1981)."""
     near = ((a + 2) * x - (a + 3)) * x * x + 1
     far = (((x - 5) * x + 8) * x - 4) * a
     return torch.where(x <= 1, near, torch.where(x < 2, far, 0))
@@ -183,7 +184,7 @@ def interpolation_rule(num_spatial: int) -> RuleMaker:
             # point do not reproduce.
             integer_dims: Dims = (*leading, *(None,) * num_spatial)
             return sharding_rule(op, (integer_dims,), (integer_dims,))
-        axes = _resized_spatial_dims(op, num_spatial)
+        axes = _list_resized_spatial_dims(op, num_spatial)
         dims: Dims = (*leading, *spatial_factors(axes))
         # No row beyond the image is read, so that shards at its ends have no padding.
         halos = InputHalos(axes, dims, padding_value=None)
@@ -199,13 +200,13 @@ def interpolation_rule(num_spatial: int) -> RuleMaker:
     return rule
 
 
-def _resized_spatial_dims(op: Op, num_spatial: int) -> tuple[ResizedDim, ...]:
+def _list_resized_spatial_dims(op: Op, num_spatial: int) -> tuple[ResizedDim, ...]:
     arguments, first = call_arguments(op), len(op.output.shape) - num_spatial
     sizes = zip(op.inputs[0].shape[first:], op.output.shape[first:], strict=True)
     from_corners = arguments["align_corners"]
     axes = []
     for n, ((size, count), scale) in enumerate(
-        zip(sizes, _scale_arguments(op, num_spatial), strict=True)
+        zip(sizes, _list_scale_arguments(op, num_spatial), strict=True)
     ):
         # As PyTorch's `area_pixel_compute_scale`: a scale that is passed has priority over the
         # sizes.
@@ -220,7 +221,7 @@ def _resized_spatial_dims(op: Op, num_spatial: int) -> tuple[ResizedDim, ...]:
     return tuple(axes)
 
 
-def _scale_arguments(op: Op, num_spatial: int) -> list[float | None]:
+def _list_scale_arguments(op: Op, num_spatial: int) -> list[float | None]:
     """Return the scale argument of each spatial dimension; None where the call passes no scale."""
     arguments = call_arguments(op)
     if "scale_factors" in arguments:
@@ -246,7 +247,7 @@ def _build_resize_kernel(
     # Sharded dimensions are resized before, so their scale is 1 here.
     scales = [
         scale if n == 1 else 1.0
-        for scale, (_, n) in zip(_scale_arguments(op, len(axes)), sharded, strict=True)
+        for scale, (_, n) in zip(_list_scale_arguments(op, len(axes)), sharded, strict=True)
     ]
     # The overload that takes the output size together with a scale per dimension, whichever of them
     # the call itself passes.
@@ -281,11 +282,11 @@ def nearest_rule(num_spatial: int) -> RuleMaker:
                 SPACE,
                 x.shape[count:],
                 op.output.shape[count:],
-                _scale_arguments(op, num_spatial),
+                _list_scale_arguments(op, num_spatial),
                 strict=False,
             )
             # Each original row becomes new / old rows of its own shard.
-            if _is_repeated_equally(op, old, new, scale)
+            if _repeats_rows_equally(op, old, new, scale)
         }
         space = tuple(factor if factor in multiples else None for factor in SPACE[:num_spatial])
         dims: Dims = (*("b", "c")[:count], *space)
@@ -296,7 +297,7 @@ def nearest_rule(num_spatial: int) -> RuleMaker:
     return rule
 
 
-def _is_repeated_equally(op: Op, size: int, count: int, scale: float | None) -> bool:
+def _repeats_rows_equally(op: Op, size: int, count: int, scale: float | None) -> bool:
     """Whether nearest-neighbor resizing of `size` rows to `count` repeats each row `count / size`
     times."""
     # A scale that is passed has priority over the sizes. It is compared, as PyTorch's CPU kernels

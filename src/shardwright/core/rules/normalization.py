@@ -91,17 +91,17 @@ def instance_norm(op: Op) -> ShardingRule | None:
     if arguments["use_input_stats"] and arguments["running_mean"] is not None:
         return None
     return _build_channel_norm_rule(
-        op, replicated=range(2, len(op.output.shape)) if arguments["use_input_stats"] else ()
+        op, replicated_dims=range(2, len(op.output.shape)) if arguments["use_input_stats"] else ()
     )
 
 
-def _build_channel_norm_rule(op: Op, replicated: Any = ()) -> ShardingRule:
+def _build_channel_norm_rule(op: Op, replicated_dims: Any = ()) -> ShardingRule:
     """Build the rule of a normalization with parameters per channel.
 
     Args:
-        replicated: the dimensions that cannot be sharded.
+        replicated_dims: the dimensions that cannot be sharded.
     """
-    dims = unsharded_at(_image_factors(op), *replicated)
+    dims = unsharded_at(_image_factors(op), *replicated_dims)
     inputs = input_factors(op, {"input": dims, **dict.fromkeys(CHANNEL_ARGUMENTS, ("c",))})
     return sharding_rule(op, inputs, (dims,))
 
@@ -129,7 +129,7 @@ def training_batch_norm(op: Op) -> ShardingRule:
         outputs,
         complete=frozenset(pooled_factors(op)),
         kernel=_build_batch_norm_kernel,
-        reductions=_batch_norm_reductions,
+        reductions=_make_batch_norm_reductions,
     )
 
 
@@ -138,7 +138,7 @@ def pooled_factors(op: Op) -> tuple[str, ...]:
     return tuple(str(name) for name in _image_factors(op) if name != "c")
 
 
-def _batch_norm_reductions(op: Op, shard_counts: Mapping[str, int]) -> tuple[Reduction, ...]:
+def _make_batch_norm_reductions(op: Op, shard_counts: Mapping[str, int]) -> tuple[Reduction, ...]:
     sharded = tuple(f for f in pooled_factors(op) if shard_counts.get(f, 1) > 1)
     if not sharded:
         return ()
@@ -208,11 +208,13 @@ def training_instance_norm(op: Op) -> ShardingRule:
         (dims, ("c",), ("c",)),
         complete=frozenset("b"),
         kernel=_build_instance_norm_kernel,
-        reductions=_instance_norm_reductions,
+        reductions=_make_instance_norm_reductions,
     )
 
 
-def _instance_norm_reductions(op: Op, shard_counts: Mapping[str, int]) -> tuple[Reduction, ...]:
+def _make_instance_norm_reductions(
+    op: Op, shard_counts: Mapping[str, int]
+) -> tuple[Reduction, ...]:
     if shard_counts.get("b", 1) == 1:
         return ()
     channels = op.inputs[0].shape[1] // shard_counts.get("c", 1)

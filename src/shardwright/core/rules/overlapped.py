@@ -1,7 +1,7 @@
-"""Operators whose windows add to sharded dimensions: transposed convolution and `fold`.
+"""Operators that add up overlapping windows along sharded dimensions, such as `fold`.
 
-The counterpart of `windowed`: each device computes its shard of the windows. Rows of a neighbor's
-shard that these windows write are sent to the neighbor, which adds them to its shard.
+Each device computes its shard of the windows. Rows of a neighbor's shard that these windows write
+are sent to the neighbor, which adds them to its shard.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class OutputHalos:
         # In the order in which `reductions` lists the exchanges.
         exchanges = iter(local.reduce)
         borders = [
-            _WrittenHaloExchange(
+            _OutputHaloExchange(
                 *(window, shards, local.index(window.factor)),
                 from_next=next(exchanges) if window.num_rows_before(shards) else None,
                 from_previous=next(exchanges) if window.num_rows_after(shards) else None,
@@ -120,7 +120,7 @@ class OutputHalos:
 
 
 @dataclass(frozen=True)
-class _WrittenHaloExchange:
+class _OutputHaloExchange:
     """Halo exchange of an output in one sharded dimension: sends the halo rows to the neighbors.
 
     The *halo rows* are output rows that a shard computes but a neighboring shard owns.
@@ -173,7 +173,7 @@ class _WrittenHaloExchange:
             out = out + functional.pad(rows, (*trailing, 0, size - after))
         return out
 
-    def _zero_rows_at_outer_border(self, rows: Tensor, index: int) -> Tensor:
+    def _zero_rows_at_outer_border(self, rows: Tensor, border_shard: int) -> Tensor:
         # The exchange is a cycle: the outermost shards get rows of each other's padding.
-        is_outermost = torch.full((1,), index, device=rows.device) == self.index
+        is_outermost = torch.full((1,), border_shard, device=rows.device) == self.index
         return rows.masked_fill(is_outermost, 0)

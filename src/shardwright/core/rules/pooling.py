@@ -1,4 +1,4 @@
-"""Pooling and pixel shuffling: batch and channels can be sharded, and space for most."""
+"""Pooling and pixel shuffling: batch, channels and, for most, spatial dimensions can be sharded."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def pooling_rule(num_spatial: int) -> RuleMaker:
             halos = InputHalos(
                 *(windows, dims),
                 pads_all=True,
-                replace=_arguments_for_full_windows,
+                replace=_replace_arguments_for_full_windows,
                 finish=partial(_build_divisor_correction, windows),
             )
         return sharding_rule(
@@ -80,7 +80,7 @@ def pooling_rule(num_spatial: int) -> RuleMaker:
     return rule
 
 
-def _averaged_row_range(arguments: Mapping[str, Any], window: Window) -> tuple[int, int]:
+def _compute_averaged_row_range(arguments: Mapping[str, Any], window: Window) -> tuple[int, int]:
     """Return the first row that an average includes and the row after the last, with negative
     numbers for padding."""
     padding = window.padding if arguments["count_include_pad"] else 0
@@ -91,7 +91,7 @@ def _has_varying_divisor(arguments: Mapping[str, Any], windows: Sequence[Window]
     """Whether an average divides by a number of rows that differs between windows."""
     if arguments.get("divisor_override") is not None:
         return False
-    counted = [_averaged_row_range(arguments, window) for window in windows]
+    counted = [_compute_averaged_row_range(arguments, window) for window in windows]
     return any(
         # The first window may begin in padding that does not count, the last may end beyond the
         # padding (`ceil_mode`).
@@ -100,7 +100,7 @@ def _has_varying_divisor(arguments: Mapping[str, Any], windows: Sequence[Window]
     )
 
 
-def _arguments_for_full_windows(op: Op, local: LocalSharding) -> dict[str, Any]:
+def _replace_arguments_for_full_windows(op: Op, local: LocalSharding) -> dict[str, Any]:
     if all(local.shard_counts.get(factor, 1) == 1 for factor in SPACE):
         return {}
     # The kernel has padded the image to whole windows, all of whose rows count.
@@ -117,7 +117,7 @@ def _build_divisor_correction(
     for window in windows:
         shards = local.shard_counts.get(window.factor, 1)
         first = window.first_row(local.index(window.factor) if shards > 1 else 0, shards)
-        bounds.append((window, first, _averaged_row_range(arguments, window)))
+        bounds.append((window, first, _compute_averaged_row_range(arguments, window)))
 
     def divide(out: Tensor) -> Tensor:
         for window, first, (low, high) in bounds:

@@ -33,7 +33,7 @@ def sum_rule(op: Op) -> ShardingRule:
     """Sum, `b s -> b`: reduced dimensions can be sharded; the local sums are then partial sums."""
     dims = factor_names(op.inputs[0])
     return sharding_rule(
-        op, (dims,), (_factors_of_output(op, dims),), reduced=_factors_of_reduced_dims(op)
+        op, (dims,), (_compute_output_factors(op, dims),), reduced=_find_reduced_factors(op)
     )
 
 
@@ -42,18 +42,18 @@ def mean(op: Op) -> ShardingRule:
     """Mean, `b s -> b`: reduced dimensions can be sharded; the local means, divided by the number
     of shards, are then partial sums."""
     dims = factor_names(op.inputs[0])
-    reduced = _factors_of_reduced_dims(op)
+    reduced = _find_reduced_factors(op)
     return sharding_rule(
         op,
         (dims,),
-        (_factors_of_output(op, dims),),
+        (_compute_output_factors(op, dims),),
         reduced=reduced,
         kernel=_build_local_mean_kernel,
     )
 
 
 def _build_local_mean_kernel(op: Op, local: LocalSharding) -> Callable[..., Any]:
-    num_shards = prod(local.shard_counts.get(name, 1) for name in _factors_of_reduced_dims(op))
+    num_shards = prod(local.shard_counts.get(name, 1) for name in _find_reduced_factors(op))
     if num_shards == 1:
         return op.target
     # Shards have equal sizes, so the mean of their means is the mean of all.
@@ -72,8 +72,8 @@ def combined_reduction(op: Op) -> ShardingRule:
         return _build_unsharded_reduction_rule(op, dims)
     # `max` along a dimension returns values and indices, `var_mean` variance and mean, of one
     # shape.
-    outputs = (_factors_of_output(op, dims),) * len(op.outputs)
-    return combination.rule(op, (dims,), outputs, _reduced_dims(op))
+    outputs = (_compute_output_factors(op, dims),) * len(op.outputs)
+    return combination.rule(op, (dims,), outputs, _normalize_reduced_dims(op))
 
 
 @rule_for(*overloads("aminmax", "nanmean", "median", "nanmedian", "mode", "kthvalue"))
@@ -85,8 +85,8 @@ def reduction_rule(op: Op) -> ShardingRule:
 def _build_unsharded_reduction_rule(op: Op, dims: Dims) -> ShardingRule:
     """Return the rule of a reduction whose input has the factors `dims` and whose reduced
     dimensions cannot be sharded."""
-    dims = unsharded_at(dims, *_reduced_dims(op))
-    return sharding_rule(op, (dims,), (_factors_of_output(op, dims),) * len(op.outputs))
+    dims = unsharded_at(dims, *_normalize_reduced_dims(op))
+    return sharding_rule(op, (dims,), (_compute_output_factors(op, dims),) * len(op.outputs))
 
 
 @rule_for(*overloads("cumsum", "cumprod"))
@@ -95,7 +95,7 @@ def cumulative_rule(op: Op) -> ShardingRule:
     earlier shards."""
     combination, dims = combination_of(op), factor_names(op.inputs[0])
     assert combination is not None
-    return combination.rule(op, (dims,), (dims,), _reduced_dims(op))
+    return combination.rule(op, (dims,), (dims,), _normalize_reduced_dims(op))
 
 
 @rule_for(*overloads("cummax", "cummin", "logcumsumexp"))
@@ -103,7 +103,7 @@ def cumulative_rule(op: Op) -> ShardingRule:
 def scan_rule(op: Op) -> ShardingRule:
     """Scan, sort or flip, `b _ -> b _`: the dimensions in the argument `dim` or `dims` cannot be
     sharded."""
-    dims = unsharded_at(factor_names(op.inputs[0]), *_reduced_dims(op))
+    dims = unsharded_at(factor_names(op.inputs[0]), *_normalize_reduced_dims(op))
     return sharding_rule(op, (dims,), (dims,) * len(op.outputs))
 
 
@@ -165,7 +165,7 @@ def cosine_similarity(op: Op) -> ShardingRule:
     )
 
 
-def _reduced_dims(op: Op) -> tuple[int, ...]:
+def _normalize_reduced_dims(op: Op) -> tuple[int, ...]:
     """Return the dimensions in the argument `dim` or `dims`, as nonnegative numbers; all dimensions
     if the argument is absent or empty."""
     ndim = len(op.inputs[0].shape)
@@ -177,18 +177,18 @@ def _reduced_dims(op: Op) -> tuple[int, ...]:
     return tuple(sorted({dim % max(ndim, 1) for dim in listed})) if ndim else ()
 
 
-def _factors_of_reduced_dims(op: Op) -> tuple[str, ...]:
+def _find_reduced_factors(op: Op) -> tuple[str, ...]:
     dims = factor_names(op.inputs[0])
-    return tuple(name for i in _reduced_dims(op) if (name := dims[i]) is not None)
+    return tuple(name for i in _normalize_reduced_dims(op) if (name := dims[i]) is not None)
 
 
-def _factors_of_output(op: Op, dims: Dims) -> Dims:
+def _compute_output_factors(op: Op, dims: Dims) -> Dims:
     """Return the factors of the output, given the factors `dims` of the input, in which reduced
     dimensions are removed or, with `keepdim`, set to None."""
     # Operators without `keepdim`, such as `count_nonzero`, remove the dimensions.
     if argument(op, "keepdim", False):
-        return unsharded_at(dims, *_reduced_dims(op))
-    return _remove_dims(dims, set(_reduced_dims(op)))
+        return unsharded_at(dims, *_normalize_reduced_dims(op))
+    return _remove_dims(dims, set(_normalize_reduced_dims(op)))
 
 
 def _remove_dims(dims: Dims, positions: set[int]) -> Dims:

@@ -73,7 +73,7 @@ def ring_reductions(op: Op, shard_counts: Mapping[str, int]) -> tuple[Reduction,
     # A single key-value head is replicated over the shards of `h`.
     heads = [n // shard_counts.get("h", 1) if n > 1 else 1 for n in (query[1], key[1])]
     ring = reduction(RING, heads[1], key[2] // devices, pair_size)
-    swapped = _num_swapped_rows(arguments, devices, shard_counts.get("s", 1))
+    swapped = _count_swapped_rows(arguments, devices, shard_counts.get("s", 1))
     if swapped == (0, 0):
         return (ring,)
     return (
@@ -84,7 +84,7 @@ def ring_reductions(op: Op, shard_counts: Mapping[str, int]) -> tuple[Reduction,
     )
 
 
-def _num_swapped_rows(args: Mapping[str, Any], devices: int, num_splits: int) -> tuple[int, int]:
+def _count_swapped_rows(args: Mapping[str, Any], devices: int, num_splits: int) -> tuple[int, int]:
     """Return the numbers of queries and of keys that a device swaps with device n - 1 - i, to
     balance the causal mask.
 
@@ -104,7 +104,7 @@ def ring_kernel(op: Op, local: LocalSharding) -> Callable[..., Any]:
     values."""
     bind, full_arguments = argument_binder(op), call_arguments(op)
     devices, num_splits = local.shard_counts["ring"], local.shard_counts.get("s", 1)
-    swapped = _num_swapped_rows(full_arguments, devices, num_splits)
+    swapped = _count_swapped_rows(full_arguments, devices, num_splits)
     ring = _AttentionRing(
         devices=devices,
         index=local.index("ring"),
@@ -188,8 +188,8 @@ class _AttentionRing:
         # `s` subdivides the queries of a ring's device, so blocks of queries are counted over both
         # factors.
         query_blocks = [self.num_splits * n + self.split_index for n in own_blocks]
-        for rows, start in _consecutive_row_ranges(query_blocks, queries, self.swapped[0]):
-            for key_rows, first in _consecutive_row_ranges(key_blocks, keys, self.swapped[1]):
+        for rows, start in _find_consecutive_row_ranges(query_blocks, queries, self.swapped[0]):
+            for key_rows, first in _find_consecutive_row_ranges(key_blocks, keys, self.swapped[1]):
                 diagonal = start - first if self.causal else None
                 # A `SymInt` differs between simulated ranks, so no pair can be left out there.
                 if isinstance(diagonal, int) and diagonal <= rows.start - rows.stop:
@@ -210,7 +210,7 @@ class _AttentionRing:
         return pair_rows[..., : self.key_size], pair_rows[..., self.key_size :]
 
 
-def _consecutive_row_ranges(
+def _find_consecutive_row_ranges(
     blocks: Sequence[BlockIndex], rows: int, swapped: int
 ) -> list[tuple[slice, BlockIndex]]:
     """Return the ranges of local rows with consecutive positions, each with the position of its

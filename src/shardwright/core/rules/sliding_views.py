@@ -32,7 +32,7 @@ def unfold(op: Op) -> ShardingRule:
         # PyTorch unfolds a scalar to a vector.
         return sharding_rule(op, ((),), ((None,),))
     dim = argument(op, "dimension") % len(dims)
-    window = _window_of_dim(op, dim, argument(op, "size"), argument(op, "step"), 0)
+    window = _make_window_of_dim(op, dim, argument(op, "size"), argument(op, "step"), 0)
     return _build_sliding_window_rule(op, InputHalos((window,), dims), ((*dims, None),))
 
 
@@ -49,8 +49,8 @@ def constant_padding(op: Op) -> ShardingRule:
     dims, ndim = factor_names(op.output), len(op.output.shape)
     padded = [ndim - i for i in befores if befores[i] or afters[i]]
     if argument(op, "mode", "constant") != "constant":
-        return _build_rule_without_dims(op, padded)
-    windows = [_window_of_dim(op, dim, 1, 1, befores[ndim - dim]) for dim in padded]
+        return _build_rule_with_unsharded_dims(op, padded)
+    windows = [_make_window_of_dim(op, dim, 1, 1, befores[ndim - dim]) for dim in padded]
 
     def unpadded(op: Op, local: LocalSharding) -> dict[str, Any]:
         pads = list(amounts)
@@ -74,7 +74,7 @@ def padding_by_rows(op: Op) -> ShardingRule:
     """Padding with rows of the image, `b s _ -> b s _`: padded dimensions cannot be sharded."""
     # `padding` lists (before, after) of each dimension, the last dimension first.
     amounts = argument(op, "padding")
-    return _build_rule_without_dims(
+    return _build_rule_with_unsharded_dims(
         op, [-1 - i // 2 for i, amount in enumerate(amounts) if amount != 0]
     )
 
@@ -86,7 +86,7 @@ def roll(op: Op) -> ShardingRule:
     dims, shifted = factor_names(op.output), argument(op, "dims")
     shifts = argument(op, "shifts")
     if not shifted:
-        return _build_rule_without_dims(op, range(len(dims)))
+        return _build_rule_with_unsharded_dims(op, range(len(dims)))
     # `dims` may list a dimension several times, whose shifts add up.
     total = dict.fromkeys((dim % len(dims) for dim in shifted), 0)
     for dim, shift in zip(shifted, shifts, strict=True):
@@ -96,7 +96,7 @@ def roll(op: Op) -> ShardingRule:
         # At least 1, since an empty dimension would divide by 0.
         size = max(op.output.shape[dim], 1)
         # The shorter way around, with the smaller halo.
-        windows.append(_window_of_dim(op, dim, 1, 1, (shift + size // 2) % size - size // 2))
+        windows.append(_make_window_of_dim(op, dim, 1, 1, (shift + size // 2) % size - size // 2))
 
     def unsharded(op: Op, local: LocalSharding) -> dict[str, Any]:
         # The exchange of halos shifts sharded dimensions, the operator the others.
@@ -110,10 +110,10 @@ def roll(op: Op) -> ShardingRule:
 
 @rule_for(*overloads("im2col"))
 def windows_of_images(op: Op) -> ShardingRule:
-    """Image to windows, `b c s _ -> b c s`: channels, of which the windows are adjacent, and rows
-    can be sharded."""
+    """Image to windows (`im2col`), `b c s _ -> b c s`: channels, whose windows are adjacent in the
+    output, and rows can be sharded."""
     image = op.inputs[0].shape
-    windows, dims, flat = _spatial_windows_and_factors(op, image)
+    windows, dims, flat = _find_windows_and_factors(op, image)
     halos = InputHalos(windows, dims)
     capacity = {"c": image[-3], "s": halos.capacity.get("s", 1)}
     return sharding_rule(
@@ -128,11 +128,13 @@ def windows_of_images(op: Op) -> ShardingRule:
 
 @rule_for(*overloads("col2im"))
 def images_of_windows(op: Op) -> ShardingRule:
-    """Windows to image, `b c s -> b c s _`: channels and rows can be sharded; rows that a shard's
-    windows write in a neighbor's shard are sent to the neighbor and added."""
+    """Windows to image (`col2im`), `b c s -> b c s _`: channels and rows can be sharded; rows that
+    a shard's windows write in a neighbor's shard are sent to the neighbor and added."""
     image = op.output.shape
-    windows, dims, flat = _spatial_windows_and_factors(op, image)
-    halos = OutputHalos(windows, dims, replace=partial(_local_output_size_argument, windows[0]))
+    windows, dims, flat = _find_windows_and_factors(op, image)
+    halos = OutputHalos(
+        windows, dims, replace=partial(_make_local_output_size_argument, windows[0])
+    )
     capacity = {"c": image[-3], "s": halos.capacity.get("s", 1)}
     return sharding_rule(
         op,
@@ -144,7 +146,7 @@ def images_of_windows(op: Op) -> ShardingRule:
     )
 
 
-def _spatial_windows_and_factors(
+def _find_windows_and_factors(
     op: Op, image: Sequence[int]
 ) -> tuple[tuple[Window, ...], Dims, Dims]:
     """Return the window of each spatial dimension, the factors of the image, and the factors of the
@@ -160,20 +162,22 @@ def _spatial_windows_and_factors(
     return windows, (*batch, "c", rows, None), (*batch, "c", rows)
 
 
-def _local_output_size_argument(window: Window, op: Op, local: LocalSharding) -> dict[str, Any]:
+def _make_local_output_size_argument(
+    window: Window, op: Op, local: LocalSharding
+) -> dict[str, Any]:
     rows, columns = call_arguments(op)["output_size"]
     shards = local.shard_counts.get("s", 1)
     return {"output_size": [window.num_rows(shards) if shards > 1 else rows, columns]}
 
 
-def _window_of_dim(op: Op, dim: int, extent: int, stride: int, padding: int) -> Window:
+def _make_window_of_dim(op: Op, dim: int, extent: int, stride: int, padding: int) -> Window:
     factor = factor_names(op.inputs[0])[dim]
     assert factor is not None
     size, count = op.inputs[0].shape[dim], op.output.shape[dim]
     return Window(dim, factor, extent, stride, padding, size, count)
 
 
-def _build_rule_without_dims(op: Op, dims: Sequence[int]) -> ShardingRule:
+def _build_rule_with_unsharded_dims(op: Op, dims: Sequence[int]) -> ShardingRule:
     """Return the rule of an operator that shards all dimensions but `dims`."""
     ndim = len(op.output.shape)
     unsharded = {dim % ndim for dim in dims}

@@ -39,8 +39,8 @@ ALL = ShardCombination(
 
 
 def norm_combination(order: float) -> ShardCombination:
-    """Return the combination for vector norms of a finite order other than 0: the norm of all
-    elements is the norm of the norms of shards."""
+    """Return the `ShardCombination` for vector norms of a finite order other than 0: the norm of
+    all elements is the norm of the norms of shards."""
     return ShardCombination(
         lambda s: (torch.linalg.vector_norm(s.x, order, s.dims, keepdim=True),),
         lambda s, all_: torch.linalg.vector_norm(all_[0], order, 0),
@@ -123,13 +123,14 @@ def _combine_gathered_moments(shard: InputShard, gathered: Statistics) -> tuple[
 
 
 def variance_combination(*, root: bool, with_mean: bool) -> ShardCombination:
-    """Return the combination for `var` and `var_mean` or, with `root`, for `std` and `std_mean`."""
+    """Return the `ShardCombination` for `var` and `var_mean` or, with `root`, for `std` and
+    `std_mean`."""
 
     def combine(shard: InputShard, gathered: Statistics) -> Tensor | Sequence[Tensor]:
         mean, squares = _combine_gathered_moments(shard, gathered)
         size = prod(shard.shape[dim] for dim in shard.dims)
         # As in PyTorch, too few elements divide by 0.
-        result = squares / max(size - _variance_correction(shard.arguments), 0)
+        result = squares / max(size - _get_variance_correction(shard.arguments), 0)
         if root:
             # The gradient of `std` is 0 where all elements are equal, that of `sqrt` is infinite.
             is_zero = result == 0
@@ -139,7 +140,7 @@ def variance_combination(*, root: bool, with_mean: bool) -> ShardCombination:
     return ShardCombination(local_moments, combine, num_values=2)
 
 
-def _variance_correction(arguments: Mapping[str, Any]) -> float:
+def _get_variance_correction(arguments: Mapping[str, Any]) -> float:
     if "unbiased" in arguments:
         return float(arguments["unbiased"])
     correction = arguments["correction"]
@@ -200,8 +201,8 @@ class _SplitGradientOverTies(torch.autograd.Function):
 
 
 def extreme_index_combination(*, largest: bool, with_value: bool) -> ShardCombination:
-    """Return the combination for `argmax`, or `argmin` if not `largest`; if `with_value`, for `max`
-    or `min` along a dimension. The first of equal elements wins."""
+    """Return the `ShardCombination` for `argmax`, or `argmin` if not `largest`; if `with_value`,
+    for `max` or `min` along a dimension. The first of equal elements wins."""
 
     def local(shard: InputShard) -> Statistics:
         rows, flat, shape = _flatten_combined_dims(shard)
@@ -224,8 +225,12 @@ def extreme_index_combination(*, largest: bool, with_value: bool) -> ShardCombin
 
 
 def _flatten_combined_dims(shard: InputShard) -> tuple[list[int], Tensor, list[int]]:
-    """Return the local sizes of the combined dimensions, the local shard with these dimensions
-    flattened into the last, and the local shape with size 1 in these dimensions."""
+    """Flatten the dimensions along which an operator combines elements into the last dimension.
+
+    Returns:
+        The local sizes of these dimensions, the flattened shard, and the local shape with size 1 in
+        these dimensions.
+    """
     x, dims = shard.x, shard.dims
     other_dims = [dim for dim in range(x.ndim) if dim not in dims]
     shape = [1 if dim in dims else size for dim, size in enumerate(x.shape)]
@@ -234,7 +239,13 @@ def _flatten_combined_dims(shard: InputShard) -> tuple[list[int], Tensor, list[i
 
 
 def _convert_to_global_index(shard: InputShard, index: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Return global indices of elements along the flattened `dims`, given their local indices."""
+    """Convert indices of elements in a flattened shard to indices in the flattened full tensor.
+
+    Args:
+        shard: the shard; its `dims` are flattened.
+        index: the indices in the flattened shard.
+        sizes: the local size of each flattened dimension.
+    """
     result = torch.zeros_like(index)
     stride = 1
     # From the last dimension on, which varies fastest in a flat index.
@@ -249,8 +260,8 @@ def _convert_to_global_index(shard: InputShard, index: Tensor, sizes: Sequence[i
 
 
 def _replace_later_shards(shard: InputShard, gathered: Tensor, neutral: float) -> Tensor:
-    """Return the gathered statistics with those of this shard and of later shards replaced by the
-    neutral element `neutral`."""
+    """Replace the statistics of this shard and of later shards by `neutral`, so that a sum or
+    product over all shards includes only the earlier shards."""
     # A mask instead of a slice: with many simulated ranks `shard_index` is a `SymInt`, whose value
     # differs from rank to rank.
     numbers = torch.arange(shard.num_shards, device=gathered.device)
@@ -300,8 +311,8 @@ RMS_NORM = ShardCombination(
 
 
 def combination_of(op: Op) -> ShardCombination | None:
-    """Return the combination for `op`; None if the dimensions that the operator combines cannot be
-    sharded."""
+    """Return the `ShardCombination` for `op`; None if the dimensions along which the operator
+    combines elements cannot be sharded."""
     arguments, x = call_arguments(op), op.inputs[0]
     name = str(op.target).removeprefix("aten.").partition(".")[0]
     if name in ("norm", "linalg_vector_norm", "frobenius_norm"):

@@ -202,7 +202,7 @@ def reshape_as(op: Op) -> ShardingRule:
     return _build_reshape_rule(op)
 
 
-def _matrix_and_diagonal_factors(op: Op, dims: Dims) -> tuple[Dims, Dims]:
+def _assign_matrix_and_diagonal_factors(op: Op, dims: Dims) -> tuple[Dims, Dims]:
     """Return the factors of the tensor of matrices and of the tensor of diagonals.
 
     The two dimensions of a matrix and the dimension of its diagonal have no factor.
@@ -219,7 +219,7 @@ def _matrix_and_diagonal_factors(op: Op, dims: Dims) -> tuple[Dims, Dims]:
 def diagonal(op: Op) -> ShardingRule:
     """Diagonals of matrices, `b _ _ -> b _`: all but the two dimensions of the plane can be
     sharded."""
-    plane, line = _matrix_and_diagonal_factors(op, factor_names(op.inputs[0]))
+    plane, line = _assign_matrix_and_diagonal_factors(op, factor_names(op.inputs[0]))
     return sharding_rule(op, (plane,), (line,))
 
 
@@ -227,7 +227,7 @@ def diagonal(op: Op) -> ShardingRule:
 def diagonal_scatter(op: Op) -> ShardingRule:
     """Write of diagonals, `b _ _, b _ -> b _ _`: all but the plane can be sharded; the last
     dimension of the second input is the diagonal to write."""
-    plane, line = _matrix_and_diagonal_factors(op, factor_names(op.output))
+    plane, line = _assign_matrix_and_diagonal_factors(op, factor_names(op.output))
     return sharding_rule(op, (plane, line), (plane,))
 
 
@@ -235,7 +235,7 @@ def diagonal_scatter(op: Op) -> ShardingRule:
 def diag_embed(op: Op) -> ShardingRule:
     """Matrices from diagonals, `b _ -> b _ _`: all but the last dimension, which becomes a
     diagonal, can be sharded."""
-    plane, line = _matrix_and_diagonal_factors(op, factor_names(op.output))
+    plane, line = _assign_matrix_and_diagonal_factors(op, factor_names(op.output))
     return sharding_rule(op, (line,), (plane,))
 
 

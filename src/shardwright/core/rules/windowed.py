@@ -32,7 +32,7 @@ SPACE = ("s", "t", "u")
 
 
 def largest_shard_count(size: int, is_valid: Callable[[int], bool]) -> int:
-    """Return the largest divisor of `size` of which `is_valid` accepts every divisor above 1.
+    """Return the largest divisor of `size` all of whose own divisors above 1 satisfy `is_valid`.
 
     Args:
         size: number of rows or windows of a dimension.
@@ -98,7 +98,7 @@ class Window:
         return (self.count // shards - 1) * self.stride + self.extent
 
     def halo_start(self, index: Any, shards: int) -> Any:
-        """Return the position of the first row that a shard reads in its rows with halo."""
+        """Return the index, among a shard's rows with halo, of the first row that it reads."""
         return (
             self.first_row(index, shards)
             - index * (self.size // shards)
@@ -392,9 +392,9 @@ class HaloExchange:
         start = window.halo_start(self.index, shards)
         return extended.narrow(dim, start, window.num_rows(shards))
 
-    def _pad_rows_at_outer_border(self, rows: Tensor, index: int) -> Tensor:
+    def _pad_rows_at_outer_border(self, rows: Tensor, border_shard: int) -> Tensor:
         if self.padding_value is None:
             return rows
         # The exchange is a cycle: the outermost shards get each other's rows.
-        is_outermost = torch.full((1,), index, device=rows.device) == self.index
+        is_outermost = torch.full((1,), border_shard, device=rows.device) == self.index
         return rows.masked_fill(is_outermost, self.padding_value)
