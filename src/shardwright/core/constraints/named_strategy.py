@@ -1,4 +1,4 @@
-"""Strategies that name mesh axes, whatever their sizes, and arguments, whatever their positions.
+"""Strategies that refer to mesh axes and to arguments by name.
 
 `{"dp": 0, "tp": -1}` as the entry of a tensor shards dimension 0 over the axis `dp` and the last
 dimension over the axis `tp`. The option `axes` of `plan` gives the sizes: `{"dp": 2, "tp": 4}`.
@@ -37,7 +37,8 @@ AxisPlacements = Mapping[str, int | Shard | Replicate]
 """The tensor dimension that each mesh axis shards, by axis name."""
 
 UserEntry = Entry | AxisPlacements
-"""Sharding of one tensor in the notation of users: an `Entry` or `AxisPlacements`."""
+"""Sharding of one tensor as users write it: shard counts, a layout, None if it follows from other
+tensors, or the dimension that each mesh axis shards."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,8 @@ class AxisDims:
 
 
 RequestedEntry = Entry | AxisDims
-"""A validated `UserEntry`."""
+"""Sharding of one tensor, as `requested_entry` returns it after validation: shard counts, a layout,
+named axes (`AxisDims`), or None if it follows from other tensors."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +126,7 @@ class NamedStrategy:
 
 
 PinnedStrategy = OperatorStrategy | NamedStrategy
-"""Strategy of a pin, by positions or by names."""
+"""Sharding that a user requests for an operator, with one entry per tensor, by position or name."""
 
 
 def requested_strategy(inputs: Any, outputs: Any = None) -> PinnedStrategy:
@@ -230,7 +232,7 @@ def axis_names_of(entries: Iterable[object]) -> Iterator[str]:
 
 
 def check_axis_names(names: Iterable[str], matrix: DeviceMatrix | None) -> None:
-    """Check that the axes that pins name and the axes whose sizes `plan` received fit together.
+    """Check that the mesh axes that strategies name are the axes whose sizes the user gave.
 
     Raises:
         StrategyError: if there are names without sizes or sizes without names, or if an axis of

@@ -44,7 +44,7 @@ from shardwright.errors import StrategyError
 
 @dataclass(frozen=True, eq=False)
 class Pin(ModuleTag):
-    """The constraints of one module or function.
+    """Sharding constraints that a user attached to one module or function.
 
     Args:
         strategy: sharding of the main operator, or of the boundary of a module with submodules;
@@ -106,7 +106,7 @@ class NamedFunction(nn.Module):
 
 
 class BoundaryPin(Pin, BoundaryTag):
-    """Pin of one tensor that enters or leaves a module."""
+    """Requested sharding of one tensor that enters or leaves a module."""
 
 
 def tagged_calls(function: Any, tag: Any) -> Any:
