@@ -126,8 +126,8 @@ class CellExchange:
 
 @lru_cache(maxsize=1 << 10)
 def cell_exchange(source: TensorLayout, target: TensorLayout) -> CellExchange:
-    """Return the cells that each device sends and receives in the `all_to_all_v` from `source` to
-    `target`."""
+    """Return the blocks of shards, called cells, that each device sends and receives in the
+    `all_to_all_v` from `source` to `target`."""
     # Devices that differ on a common leading axis exchange nothing, so that it is not of the group.
     before, after = _find_differing_axes(source, target)
     sizes = source.device_matrix

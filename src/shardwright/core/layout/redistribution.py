@@ -123,7 +123,7 @@ class RedistributionStep:
         pairs = zip(self.source.axes, self.target.axes, strict=True)
         # A permute keeps the numbers of shards, so leading and trailing axes that both layouts have
         # in common do not change the destination.
-        differing = [_remove_common_axes(before, after) for before, after in pairs]
+        differing = [_strip_common_prefix_and_suffix(before, after) for before, after in pairs]
         layout_index = 0 if layout is self.source else 1
         positions: dict[tuple[int, ...], list[int]] = {}
         group = product(*(range(sizes[axis]) for axis in self.axes))
@@ -414,7 +414,7 @@ def _translate_move(
                 {
                     a
                     for pair in pairs
-                    for axes_of_dim in _remove_common_axes(*pair)
+                    for axes_of_dim in _strip_common_prefix_and_suffix(*pair)
                     for a in axes_of_dim
                 }
             )
@@ -427,7 +427,7 @@ def _translate_move(
     return RedistributionStep(route_search.KINDS[move.operation], axes, dim, to_dim, source, target)
 
 
-def _remove_common_axes(first: Axes, second: Axes) -> tuple[Axes, Axes]:
+def _strip_common_prefix_and_suffix(first: Axes, second: Axes) -> tuple[Axes, Axes]:
     """Remove the longest common prefix and suffix of two lists of axes."""
     prefix = common_length(first, second)
     first, second = first[prefix:], second[prefix:]

@@ -60,7 +60,7 @@ class State(NamedTuple):
 
 
 class Move(NamedTuple):
-    """A move from one state to another, as defined in the module docstring.
+    """A collective, or a local operation whose gradient needs one, that changes a tensor's layout.
 
     Ties in cost are broken by comparing moves as tuples, so that all ranks find the same route.
 
@@ -304,13 +304,13 @@ def _find_candidate_moves(problem: Problem, state: State) -> list[tuple[int, Mov
 
 
 def _reaches_target_prefix(problem: Problem, move: Move) -> bool:
-    """Whether all axes of the sharded dimension are settled after a slice or reduce-scatter."""
+    """Whether a dimension's axes, after a slice or reduce-scatter, are a prefix of the target's."""
     axes = move.axes_by_dim[move.dim]
     return axes == problem.target[move.dim][: len(axes)]
 
 
 def _count_settled_axes(axes_by_dim: AxesByDim, target: AxesByDim) -> tuple[int, ...]:
-    """Return the number of settled axes of each dimension."""
+    """Return the number of leading axes of each dimension that are equal in the target."""
     return tuple(map(common_length, axes_by_dim, target))
 
 
@@ -340,7 +340,7 @@ def _iterate_sharding_moves(problem: Problem, state: State, free: frozenset[int]
 
 
 def _iterate_gathering_moves(problem: Problem, state: State, settled: Axes) -> Iterator[Move]:
-    """Yield all-gathers and all-to-alls of the last axes of each dimension, without settled axes.
+    """Yield all-gathers and all-to-alls of trailing axes, except axes that shard as in the target.
 
     Args:
         problem: the problem to solve.
