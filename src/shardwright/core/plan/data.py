@@ -274,10 +274,11 @@ class PlanData:
             names = (name for name, _, origin in row.inputs if origin == "parameter")
             stages.setdefault(row.stage, set()).update(names)
         return max(
-            (sum(map(self._local_parameter_bytes, names)) for names in stages.values()), default=0
+            (sum(map(self._compute_local_parameter_bytes, names)) for names in stages.values()),
+            default=0,
         )
 
-    def _local_parameter_bytes(self, name: str) -> int:
+    def _compute_local_parameter_bytes(self, name: str) -> int:
         shape, dtype = self.parameters[name]
         shard = TensorLayout(self.mesh, self.storage[name]).shard_shape(shape)
         # In the dtype in which it is stored, not in `compute_dtype`.
@@ -356,8 +357,8 @@ class PlanData:
 
     @cached_property
     def neighbors(self) -> tuple[dict[str, OperatorRow], dict[str, list[tuple[int, OperatorRow]]]]:
-        """Rows by operator name, and consumers by value name, each consumer as (input index, row of
-        the operator)."""
+        """The row of each operator, by operator name, and the consumers of each value, by value
+        name: (index among the consumer's inputs, row of the consumer)."""
         consumers: dict[str, list[tuple[int, OperatorRow]]] = {}
         for row in self.operators:
             for input_index, (name, _, _) in enumerate(row.inputs):

@@ -35,25 +35,25 @@ SHARED_SUFFIX = ", the rest shared with an earlier operator"
 
 def dump(plan: PlanData) -> str:
     """Return all decisions of a plan as reproducible text, without timings and source lines."""
-    lines = [*_plan_header_lines(plan), "", "inputs", *_input_lines(plan)]
+    lines = [*_format_header_lines(plan), "", "inputs", *_format_input_lines(plan)]
     if plan.parameters:
-        lines += ["", "parameters", *_parameter_lines(plan)]
+        lines += ["", "parameters", *_format_parameter_lines(plan)]
     lines += ["", "operators"]
     for row in plan.operators:
-        lines += [f"  {line}" for line in _operator_lines(plan, row)]
+        lines += [f"  {line}" for line in _format_operator_lines(plan, row)]
     if plan.crossings:
-        lines += ["", "between stages, per micro-batch", *_crossing_lines(plan)]
+        lines += ["", "between stages, per micro-batch", *_format_stage_crossing_lines(plan)]
     if plan.returned:
         lines += ["", "outputs"]
         lines += [
             f"  {line}"
             for row in plan.returned
-            for line in (row.value, f"  {_redistribution_text(row)}")
+            for line in (row.value, f"  {_format_redistribution(row)}")
         ]
     return "\n".join(lines) + "\n"
 
 
-def _plan_header_lines(plan: PlanData) -> Iterator[str]:
+def _format_header_lines(plan: PlanData) -> Iterator[str]:
     yield f"plan for {devices_text(plan.mesh, plan.pipeline.stages)}"
     # Gradient accumulation has micro-batches in a single stage.
     if plan.pipeline.stages * plan.pipeline.micro_batches > 1:
@@ -71,7 +71,7 @@ def _plan_header_lines(plan: PlanData) -> Iterator[str]:
     )
 
 
-def _crossing_lines(plan: PlanData) -> Iterator[str]:
+def _format_stage_crossing_lines(plan: PlanData) -> Iterator[str]:
     for row in plan.crossings:
         yield (
             f"  stage {row.stage} to stage {row.to_stage}: {', '.join(row.values)}:"
@@ -79,7 +79,7 @@ def _crossing_lines(plan: PlanData) -> Iterator[str]:
         )
 
 
-def _input_lines(plan: PlanData) -> Iterator[str]:
+def _format_input_lines(plan: PlanData) -> Iterator[str]:
     for leaf in plan.inputs:
         if isinstance(leaf, dict):
             yield f"  {leaf['name']} {leaf['dtype']} {list(leaf['shape'])}"
@@ -88,14 +88,14 @@ def _input_lines(plan: PlanData) -> Iterator[str]:
             yield f"  {leaf!r}"
 
 
-def _parameter_lines(plan: PlanData) -> Iterator[str]:
+def _format_parameter_lines(plan: PlanData) -> Iterator[str]:
     for name, (shape, dtype) in plan.parameters.items():
         stored = TensorLayout(plan.mesh, plan.storage[name])
         shard = list(stored.shard_shape(shape))
         yield f"  {name} {dtype} {list(shape)}: stored as {stored.placement}, {shard} per device"
 
 
-def _operator_lines(plan: PlanData, row: OperatorRow) -> Iterator[str]:
+def _format_operator_lines(plan: PlanData, row: OperatorRow) -> Iterator[str]:
     yield f"{row.name}: {row.operator}, {row.rule or 'no rule'}"
     if plan.pipeline.stages > 1:
         yield f"  in stage {row.stage}"
@@ -115,12 +115,12 @@ def _operator_lines(plan: PlanData, row: OperatorRow) -> Iterator[str]:
     ):
         yield f"  input {name} {list(shape)} {value_origin}: {layout.placement}"
         if index in redistributed:
-            yield f"    {_redistribution_text(redistributed[index])}"
+            yield f"    {_format_redistribution(redistributed[index])}"
     # Collectives inside a kernel redistribute no value.
     for redistribution in (
         redistribution for redistribution in row.redistributions if not redistribution.value
     ):
-        yield f"  inside: {_redistribution_text(redistribution)}"
+        yield f"  inside: {_format_redistribution(redistribution)}"
     pinned = plan.outputs.get(row.name, (None,) * len(row.outputs))
     for shape, layout, axes in zip(row.outputs, row.output_layouts, pinned, strict=True):
         yield f"  output {list(shape)}: {layout.placement}" + (
@@ -132,10 +132,10 @@ def _operator_lines(plan: PlanData, row: OperatorRow) -> Iterator[str]:
         for redistribution in row.redistributions
         if redistribution.input is None and redistribution.value
     ):
-        yield f"    {_redistribution_text(redistribution)}"
+        yield f"    {_format_redistribution(redistribution)}"
 
 
-def _redistribution_text(row: RedistributionRow) -> str:
+def _format_redistribution(row: RedistributionRow) -> str:
     sent = f"{row.forward_bytes:,} bytes forward, {row.backward_bytes:,} backward"
     return f"{row.steps_text}: {sent}{SHARED_SUFFIX if row.shared else ''}"
 
@@ -153,7 +153,7 @@ def explanation(plan: PlanData, row: OperatorRow) -> str:
     lines.append(f"  {cut_origin(plan, row)[1]}")
     for label, description in choice_lines(plan, row):
         lines.append(f"    {f'{label}: ' if label else '  '}{description}")
-    lines += [f"  {line}" for line in _recomputation_lines(plan, row)]
+    lines += [f"  {line}" for line in _describe_recomputation(plan, row)]
     redistributed = {redistribution.input: redistribution for redistribution in row.redistributions}
     for index, ((name, shape, value_origin), counts) in enumerate(
         zip(row.inputs, row.strategy, strict=True)
@@ -165,10 +165,10 @@ def explanation(plan: PlanData, row: OperatorRow) -> str:
             stored = tuple(plan.mesh.size(axes) for axes in plan.storage[name])
             lines.append(f"    stored {_describe_shard_counts(stored)}")
         if index in redistributed:
-            lines += [f"    {line}" for line in _redistribution_lines(redistributed[index])]
+            lines += [f"    {line}" for line in _format_redistribution_lines(redistributed[index])]
     for redistribution in row.redistributions:
         if redistribution.input is None:
-            lines += [f"  {line}" for line in _redistribution_lines(redistribution)]
+            lines += [f"  {line}" for line in _format_redistribution_lines(redistribution)]
     for shape, layout in zip(row.outputs, row.output_layouts, strict=True):
         lines.append(f"  output {shape_text(shape)}: {layout.placement}")
     # Redistributions of an output are in the rows of its consumers.
@@ -176,7 +176,7 @@ def explanation(plan: PlanData, row: OperatorRow) -> str:
         for redistribution in consumer.redistributions:
             if redistribution.value == row.name:
                 lines.append(f"    for {consumer.name}: {redistribution.steps_text}")
-                lines.append(f"      {_communication_volume_text(redistribution)}")
+                lines.append(f"      {_format_communication_volume(redistribution)}")
     return "\n".join(wrap_lines(lines))
 
 
@@ -190,7 +190,7 @@ def _describe_shard_counts(counts: tuple[int, ...]) -> str:
     return f"sharded {'·'.join(map(str, counts))}" if max(counts, default=1) > 1 else "replicated"
 
 
-def _recomputation_lines(plan: PlanData, row: OperatorRow) -> Iterable[str]:
+def _describe_recomputation(plan: PlanData, row: OperatorRow) -> Iterable[str]:
     """Describe the activation checkpointing of an operator; yield nothing if it is not
     recomputed."""
     recompute = plan.recompute.get(row.name)
@@ -205,10 +205,10 @@ def _recomputation_lines(plan: PlanData, row: OperatorRow) -> Iterable[str]:
         yield f"in segment {recompute.segment}, but not recomputed: autograd saves no tensor of it"
 
 
-def _redistribution_lines(row: RedistributionRow) -> tuple[str, ...]:
-    return (*row.steps, _communication_volume_text(row))
+def _format_redistribution_lines(row: RedistributionRow) -> tuple[str, ...]:
+    return (*row.steps, _format_communication_volume(row))
 
 
-def _communication_volume_text(row: RedistributionRow) -> str:
+def _format_communication_volume(row: RedistributionRow) -> str:
     sent = f"{bytes_text(row.forward_bytes)} forward, {bytes_text(row.backward_bytes)} backward"
     return f"sends {sent}{SHARED_SUFFIX if row.shared else ''}"

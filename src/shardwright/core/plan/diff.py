@@ -45,7 +45,7 @@ def differences(first: PlanData, second: PlanData, every: bool = False) -> list[
             Difference(what, value, other)
             # Both plans have all properties in one order, with `-` for those that do not apply.
             for (what, value), (_, other) in zip(
-                _plan_properties(first), _plan_properties(second), strict=True
+                _iterate_plan_properties(first), _iterate_plan_properties(second), strict=True
             )
             if value != other
         ),
@@ -54,7 +54,7 @@ def differences(first: PlanData, second: PlanData, every: bool = False) -> list[
     ]
 
 
-def _plan_properties(plan: PlanData) -> Iterator[tuple[str, str]]:
+def _iterate_plan_properties(plan: PlanData) -> Iterator[tuple[str, str]]:
     step, pipeline = plan.step, plan.pipeline
     # The fingerprint covers the model, not how it is sharded.
     yield "model", plan.fingerprint
@@ -104,7 +104,12 @@ def _compare_operators(first: PlanData, second: PlanData, every: bool) -> Iterat
             )
         if staged:
             yield name, "stage", f"{row.stage}", f"{other.stage}"
-        yield name, "recomputed", _recomputed_text(row), _recomputed_text(other)
+        yield (
+            name,
+            "recomputed",
+            _describe_recomputation_of_row(row),
+            _describe_recomputation_of_row(other),
+        )
 
 
 def _describe_cuts(plan: PlanData, row: OperatorRow, show_axes: bool) -> str:
@@ -118,7 +123,7 @@ def _describe_cuts(plan: PlanData, row: OperatorRow, show_axes: bool) -> str:
     return ", ".join(cuts) or "none"
 
 
-def _recomputed_text(row: OperatorRow) -> str:
+def _describe_recomputation_of_row(row: OperatorRow) -> str:
     return "yes" if row.segment else "no"
 
 

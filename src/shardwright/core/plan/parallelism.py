@@ -48,10 +48,10 @@ def axis_parallelism(plan: PlanData, axis: int) -> str:
     that shards no operator."""
     if axis in plan.unused_axes:
         return "replicated"
-    return _parallelism_and_meaning_of_axis(plan.mesh.alias_names[axis])[0]
+    return _find_parallelism_and_meaning(plan.mesh.alias_names[axis])[0]
 
 
-def _parallelism_and_meaning_of_axis(axis_name: str) -> tuple[str, str]:
+def _find_parallelism_and_meaning(axis_name: str) -> tuple[str, str]:
     # Several axes of equal parallelism are numbered: dp0, dp1.
     return PARALLELISM_OF_AXIS_NAME.get(axis_name.rstrip("0123456789"), ("mixed parallel", ""))
 
@@ -85,12 +85,12 @@ def parallelism_sentence(plan: PlanData) -> str:
 def parallelism_phrases(plan: PlanData, row: OperatorRow) -> tuple[str, ...]:
     """Return the parallelism of an operator: one phrase per sharded factor, such as `row-parallel
     over tp`, with data parallelism last."""
-    phrases = tuple(dict.fromkeys(_operator_parallelism_phrases(plan, row)))
+    phrases = tuple(dict.fromkeys(_describe_operator_parallelism(plan, row)))
     # An operator without a rule is replicated, too, but for another reason, which users can change.
     return (NO_RULE,) if row.rule is None else phrases or (REPLICATED,)
 
 
-def _operator_parallelism_phrases(plan: PlanData, row: OperatorRow) -> Iterator[str]:
+def _describe_operator_parallelism(plan: PlanData, row: OperatorRow) -> Iterator[str]:
     # As in Megatron: an operator whose weight is sharded along the summed dimension produces
     # partial sums and is row-parallel; otherwise it is column-parallel.
     partial_axes = {axis for layout in row.output_layouts for axis in layout.partial}
@@ -104,11 +104,11 @@ def _operator_parallelism_phrases(plan: PlanData, row: OperatorRow) -> Iterator[
         # Parameters that the axes of the factor shard.
         weights = [
             layout
-            for layout in _parameter_layouts_of_operator(row).values()
+            for layout in _find_parameter_layouts(row).values()
             if layout.sharded.issuperset(axes)
         ]
         if meaning == "batch" and not weights:
-            yield f"{_data_parallelism_phrase(plan, row, factor, axes)} {over}"
+            yield f"{_describe_data_parallelism(plan, row, factor, axes)} {over}"
         # Row and column are sides of a matrix: a sharded bias or norm alone has neither.
         elif weights and meaning != "expert" and any(len(layout.axes) > 1 for layout in weights):
             yield f"{'row-parallel' if partial_axes.issuperset(axes) else 'column-parallel'} {over}"
@@ -122,17 +122,17 @@ def _find_factor_meaning(row: OperatorRow, factor: str, axes: Axes) -> str:
     In plan files without meanings, the name of the first mesh axis that shards the factor decides.
     """
     return row.meanings.get(factor) or (
-        _parallelism_and_meaning_of_axis(row.cuts[factor][0])[1] if axes else ""
+        _find_parallelism_and_meaning(row.cuts[factor][0])[1] if axes else ""
     )
 
 
-def _parameter_layouts_of_operator(row: OperatorRow) -> dict[str, TensorLayout]:
+def _find_parameter_layouts(row: OperatorRow) -> dict[str, TensorLayout]:
     """Return the layouts in which an operator reads its parameters, by parameter name."""
     tensors = zip(row.inputs, row.input_layouts, strict=True)
     return {name: layout for (name, _, origin), layout in tensors if origin == "parameter"}
 
 
-def _data_parallelism_phrase(plan: PlanData, row: OperatorRow, factor: str, axes: Axes) -> str:
+def _describe_data_parallelism(plan: PlanData, row: OperatorRow, factor: str, axes: Axes) -> str:
     """Return the data parallelism of a factor: `data-parallel`, or FSDP, HSDP or ZeRO if parameters
     are sharded over `axes`.
 
@@ -150,7 +150,7 @@ def _data_parallelism_phrase(plan: PlanData, row: OperatorRow, factor: str, axes
     if all(name.startswith(("dp", "fsdp")) for name in names):
         shards = {axis for axis, name in zip(axes, names, strict=True) if name.startswith("fsdp")}
     else:
-        weights = _parameter_layouts_of_operator(row).items()
+        weights = _find_parameter_layouts(row).items()
         stored = {a for name, _ in weights for dim in plan.storage.get(name, ()) for a in dim}
         # Axes that shard a parameter where it is read too are tensor parallel, not ZeRO.
         shards = stored - {a for _, layout in weights for a in layout.sharded}

@@ -174,7 +174,7 @@ _FIELD_TYPES: dict[type, dict[str, Any]] = {
 
 
 @cache
-def _annotated_file_type(field_type: Any) -> Any:
+def _annotate_file_type(field_type: Any) -> Any:
     """Return the pydantic annotation that validates and converts a field of type `field_type`."""
     if field_type in _FILE_TYPES:
         return _FILE_TYPES[field_type]
@@ -187,7 +187,7 @@ def _annotated_file_type(field_type: Any) -> Any:
         return field_type
     # `...` is the second argument of a tuple of any length.
     arguments = tuple(
-        each if each is ... else _annotated_file_type(each) for each in get_args(field_type)
+        each if each is ... else _annotate_file_type(each) for each in get_args(field_type)
     )
     # `Optional[X]` has the origin `Union`, `X | None` has `UnionType`.
     if origin in (Union, UnionType):
@@ -207,17 +207,17 @@ def _create_pydantic_model(dataclass: Any, **extra_keys: Any) -> type[BaseModel]
     limited, optional = _FIELD_TYPES.get(dataclass, {}), OPTIONAL_FIELDS.get(dataclass, ())
     definitions: Any = {
         name: (
-            limited[name] if name in limited else _annotated_file_type(hints[name]),
+            limited[name] if name in limited else _annotate_file_type(hints[name]),
             # `...` makes a field required in pydantic.
             Field(None if name in optional else ..., alias=key),
         )
-        for name, key in _file_keys_by_field(dataclass).items()
+        for name, key in _map_fields_to_file_keys(dataclass).items()
     }
     return create_model(dataclass.__name__, __base__=_FileObject, **definitions, **extra_keys)
 
 
 @cache
-def _file_keys_by_field(dataclass: Any) -> dict[str, str]:
+def _map_fields_to_file_keys(dataclass: Any) -> dict[str, str]:
     """Return the keys of the file for the saved fields of a dataclass, by field."""
     # Also of `Plan`, which is written, while the schema is made of `PlanData`.
     unsaved = UNSAVED_FIELDS if issubclass(dataclass, PlanData) else ()
@@ -264,7 +264,7 @@ def plan_from_json(plan_type: type[AnyPlan], text: str, where: str) -> AnyPlan:
     version = data.get("version") if isinstance(data, dict) else None
     # JSON allows control characters only as escapes, so most files need no search for them.
     name = (
-        next(_strings_with_control_characters(data), None)
+        next(_find_strings_with_control_characters(data), None)
         if re.search(r"\\[bfnrtu]", text)
         else None
     )
@@ -303,7 +303,7 @@ def plan_from_json(plan_type: type[AnyPlan], text: str, where: str) -> AnyPlan:
     return plan
 
 
-def _strings_with_control_characters(data: Any) -> Iterator[str]:
+def _find_strings_with_control_characters(data: Any) -> Iterator[str]:
     """Yield the strings in parsed JSON that contain control characters, which would break the lines
     of a table."""
     pending = [data]
@@ -341,7 +341,8 @@ def _to_json_object(value: Any) -> dict[str, Any]:
         return value.to_dict()
     if not isinstance(value, TensorLayout):
         return {
-            key: getattr(value, name) for name, key in _file_keys_by_field(value.__class__).items()
+            key: getattr(value, name)
+            for name, key in _map_fields_to_file_keys(value.__class__).items()
         }
     # Axes as indices; empty `partial` and `varying` are left out to keep files small.
     states = {"partial": sorted(value.partial), "varying": sorted(value.varying)}

@@ -118,9 +118,9 @@ class RankedPlans:
     left_out: Mapping[PlanKind, LeftOut]
 
     def __str__(self) -> str:
-        return "\n".join(self._lines_of_table(text_width()))
+        return "\n".join(self._format_table_lines(text_width()))
 
-    def _lines_of_table(self, width: int) -> Iterator[str]:
+    def _format_table_lines(self, width: int) -> Iterator[str]:
         best = self.best
         limit = "" if best.memory_limit is None else f", {bytes_text(best.memory_limit)} a device"
         count = best.pipeline.micro_batches
@@ -133,13 +133,13 @@ class RankedPlans:
         cluster = f" of {best.step.cluster}" if best.step is not None else ""
         yield f"{best.devices} devices{cluster}{limit}{number}"
         header = ("plan", "slower for", "step", "÷ first", "memory", "sent")
-        yield from format_columns(header, map(self._table_row_of_plan, self.plans), width)
+        yield from format_columns(header, map(self._format_table_row, self.plans), width)
         if self.left_out:
             yield ""
             yield "left out:"
         # Kinds that differ only in their ZeRO level and have the same reason share one line.
         levels_of: dict[tuple[LeftOut, PlanKind], list[str]] = defaultdict(list)
-        for plan_kind, reason in self._sorted_left_out_items():
+        for plan_kind, reason in self._sort_left_out_kinds():
             levels_of[reason, replace(plan_kind, level="")].append(plan_kind.level)
         for (reason, plan_kind), levels in levels_of.items():
             # Where all plans have one number of micro-batches, the first line of the table says it.
@@ -157,12 +157,12 @@ class RankedPlans:
         """Whether the kinds of plans in this table have different numbers of micro-batches."""
         return len({each.micro_batches for each in (*self.plans, *self.left_out)}) > 1
 
-    def _sorted_left_out_items(self) -> list[tuple[PlanKind, LeftOut]]:
+    def _sort_left_out_kinds(self) -> list[tuple[PlanKind, LeftOut]]:
         """Return the items of `left_out`, sorted by reason: slow step, too much memory, other."""
         # `LeftOut` sorts by its rank; kinds break ties.
         return sorted(self.left_out.items(), key=lambda entry: (entry[1], entry[0]))
 
-    def _table_row_of_plan(self, plan_kind: PlanKind) -> tuple[str, ...]:
+    def _format_table_row(self, plan_kind: PlanKind) -> tuple[str, ...]:
         plan, best = self.plans[plan_kind], self.best
         seconds, best_seconds = plan.step_time or 0.0, best.step_time or 0.0
         return (
@@ -182,8 +182,8 @@ class RankedPlans:
             (component, additional seconds per step), in descending order of seconds; at most
             `MAX_LISTED_COMPONENTS`, and none below `MIN_SHOWN_FRACTION` of the fastest step.
         """
-        best_seconds = _seconds_by_component(self.best)
-        seconds_of = _seconds_by_component(self.plans[kind])
+        best_seconds = _sum_seconds_by_component(self.best)
+        seconds_of = _sum_seconds_by_component(self.plans[kind])
         added_seconds = [
             # A component that the fastest plan lacks counts in full.
             (component, seconds - best_seconds.get(component, 0.0))
@@ -197,15 +197,15 @@ class RankedPlans:
     def to_json(self) -> str:
         """Return step time, memory and communication volume of each plan, the fastest first, and
         the kinds of plans that are left out, as JSON."""
-        plans = [self._json_object_of_plan(plan_kind) for plan_kind in self.plans]
+        plans = [self._make_json_object(plan_kind) for plan_kind in self.plans]
         left_out = [
             # No plan of this kind was made, so whether it would recompute is unknown.
             {**asdict(plan_kind.requested), "reason": reason.text}
-            for plan_kind, reason in self._sorted_left_out_items()
+            for plan_kind, reason in self._sort_left_out_kinds()
         ]
         return dumps({"plans": plans, "left_out": left_out}, indent=1)
 
-    def _json_object_of_plan(self, plan_kind: PlanKind) -> dict[str, Any]:
+    def _make_json_object(self, plan_kind: PlanKind) -> dict[str, Any]:
         plan = self.plans[plan_kind]
         return {
             **asdict(plan_kind),
@@ -216,7 +216,7 @@ class RankedPlans:
         }
 
 
-def _seconds_by_component(plan: Plan) -> dict[str, float]:
+def _sum_seconds_by_component(plan: Plan) -> dict[str, float]:
     """Return the predicted seconds per step by component, such as communication."""
     seconds: dict[str, float] = defaultdict(float)
     for time_part in () if plan.step is None else plan.step.parts:

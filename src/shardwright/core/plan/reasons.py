@@ -26,14 +26,14 @@ def cut_origin(plan: PlanData, row: OperatorRow) -> tuple[str, str]:
         return "no rule", "no sharding rule, so it is replicated"
     if row.main:
         return "decided", f"a main operator: {plan.mode} chose its cuts by their cost"
-    chain = _path_to_followed_operator(plan, row)
+    chain = _find_path_to_followed_operator(plan, row)
     if not chain:
         return "follows", "follows the layouts of its neighbors"
     through = f", through {' and '.join(chain[:-1])}" if chain[:-1] else ""
     return "follows", f"follows its neighbors: split as {chain[-1]} is{through}"
 
 
-def _path_to_followed_operator(plan: PlanData, row: OperatorRow) -> list[str]:
+def _find_path_to_followed_operator(plan: PlanData, row: OperatorRow) -> list[str]:
     """Find the shortest path from `row` to the main or pinned operator whose sharding it follows.
 
     The path runs along values that producer and consumer have in the same layout.
@@ -47,14 +47,14 @@ def _path_to_followed_operator(plan: PlanData, row: OperatorRow) -> list[str]:
     for end, path in paths:  # breadth first: `paths` grows while it is iterated
         if end.name != row.name and (end.main or end.pinned):
             return path
-        for neighbor in _same_layout_neighbors(plan, end):
+        for neighbor in _find_same_layout_neighbors(plan, end):
             if neighbor.name not in visited:
                 visited.add(neighbor.name)
                 paths.append((neighbor, [*path, neighbor.name]))
     return []
 
 
-def _same_layout_neighbors(plan: PlanData, row: OperatorRow) -> Iterator[OperatorRow]:
+def _find_same_layout_neighbors(plan: PlanData, row: OperatorRow) -> Iterator[OperatorRow]:
     """Yield producers and consumers that share a value with `row` in an equal sharded layout."""
     rows, consumers = plan.neighbors
     for (name, _, _), layout in zip(row.inputs, row.input_layouts, strict=True):

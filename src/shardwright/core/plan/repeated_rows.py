@@ -49,7 +49,7 @@ def fold_rows(
         group = (
             (_replace_numbers_by_wildcards(row.name), key(row))
             if key is not None
-            else _default_fold_key(row)
+            else _make_default_fold_key(row)
         )
         groups.setdefault(group, []).append(row)
     return [
@@ -65,7 +65,7 @@ def _split_into_complete_grids(members: Sequence[OperatorRow]) -> Iterator[Seque
     `a.{0..1}.b.{0..1}` means four names, so a group needs all combinations of its numbers.
     """
     names = [row.name for row in members]
-    positions = _differing_word_indices(names)
+    positions = _find_differing_word_indices(names)
     # With one position, any numbers can be written as ranges.
     if len(positions) < 2 or _has_all_number_combinations(names):
         yield members
@@ -78,7 +78,7 @@ def _split_into_complete_grids(members: Sequence[OperatorRow]) -> Iterator[Seque
         yield from _split_into_complete_grids(rows)
 
 
-def _default_fold_key(row: OperatorRow) -> tuple[object, ...]:
+def _make_default_fold_key(row: OperatorRow) -> tuple[object, ...]:
     redistributions = tuple(
         (
             # Values of different layers differ in numbers only.
@@ -110,7 +110,7 @@ def _build_fold(members: Sequence[OperatorRow]) -> Fold:
     if 0 < len(recomputed) < len(members):
         where = f"{len(recomputed)} of {len(members)}"
         # With several numbers in a name, ranges of one of them would be ambiguous.
-        if len(positions := _differing_word_indices(names)) == 1:
+        if len(positions := _find_differing_word_indices(names)) == 1:
             where = format_ranges(int(name.split(".")[positions[0]]) for name in recomputed)
         recomputed_text = f"recomputed in {where}"
     stages = format_ranges({row.stage for row in members})
@@ -173,7 +173,7 @@ def join_names(names: Sequence[str]) -> str:
     ) > 1 or not _has_all_number_combinations(names):
         return ", ".join(names)
     words = names[0].split(".")
-    for position in _differing_word_indices(names):
+    for position in _find_differing_word_indices(names):
         words[position] = f"{{{format_ranges({int(name.split('.')[position]) for name in names})}}}"
     return ".".join(words)
 
@@ -223,7 +223,7 @@ def _has_all_number_combinations(names: Sequence[str]) -> bool:
     return prod(len(set(column)) for column in columns) == len(set(names))
 
 
-def _differing_word_indices(names: Sequence[str]) -> list[int]:
+def _find_differing_word_indices(names: Sequence[str]) -> list[int]:
     """Return the indices of the dot-separated words in which the module paths `names` differ."""
     columns = zip(*(name.split(".") for name in names), strict=True)
     return [position for position, column in enumerate(columns) if len(set(column)) > 1]

@@ -22,7 +22,8 @@ class RedistributionRow:
         forward_bytes, backward_bytes: communication volume of one device in each pass. The bytes of
             steps that are shared with an earlier consumer are in that consumer's row only.
         shared: whether some of the steps are shared with an earlier consumer of the value.
-        input: index of the redistributed input of the operator; None for another value.
+        input: index of the redistributed input of the operator; None for collectives inside an
+            operator, model outputs and updated buffers.
     """
 
     value: str

@@ -24,17 +24,17 @@ def strategies(plan: PlanData) -> dict[str, FileEntry]:
 
     Entries are by operator name or module path. Operators without a sharding rule have no entry.
     """
-    on_primes = _partition_on_prime_axes(plan)
+    plan_on_prime_axes = _partition_on_prime_axes(plan)
     names = {row.name for row in plan.operators}
     entries = {
         row.name: FileEntry(
             # A pin is written as the user wrote it, not as it was resolved.
-            plan.pins.get(row.name) or _shortest_strategy_of_row(plan, row, on_primes)
+            plan.pins.get(row.name) or _find_shortest_strategy(plan, row, plan_on_prime_axes)
         )
         for row in plan.operators
         if row.rule is not None and not _is_added_for_micro_batches(row.name, names)
     }
-    for name, storage in _find_storage_unlike_reads(plan):
+    for name, storage in _find_separate_storage_layouts(plan):
         module, _, parameter = name.rpartition(".")
         # A module that is no operator of the plan gets an entry for its parameters alone.
         module_entry = entries.get(module, FileEntry(None))
@@ -51,21 +51,25 @@ def _is_added_for_micro_batches(name: str, names: Collection[str]) -> bool:
     )
 
 
-def _shortest_strategy_of_row(
-    plan: PlanData, row: OperatorRow, on_primes: Partitioned | None
+def _find_shortest_strategy(
+    plan: PlanData, row: OperatorRow, plan_on_prime_axes: Partitioned | None
 ) -> OperatorStrategy:
     """Return an operator's strategy as numbers of shards, or as layouts if numbers of shards do not
     resolve to the planned cuts."""
-    outputs = _output_layout_entries(plan, row)
+    outputs = _find_required_output_layouts(plan, row)
     counts = OperatorStrategy(tuple(layout.shard_counts for layout in row.input_layouts), outputs)
     layouts = OperatorStrategy(
         tuple(_drop_partial_axes(layout) for layout in row.input_layouts), outputs
     )
     # Counts leave open which axes shard a dimension; without cuts there is nothing to choose.
-    return counts if not row.cuts or _strategy_matches_cuts(row, counts, on_primes) else layouts
+    return (
+        counts
+        if not row.cuts or _strategy_matches_cuts(row, counts, plan_on_prime_axes)
+        else layouts
+    )
 
 
-def _output_layout_entries(plan: PlanData, row: OperatorRow) -> tuple[Entry, ...] | None:
+def _find_required_output_layouts(plan: PlanData, row: OperatorRow) -> tuple[Entry, ...] | None:
     """Return the output layouts of an operator's strategy; None if these layouts follow from the
     inputs.
 
@@ -102,28 +106,30 @@ def _partition_on_prime_axes(plan: PlanData) -> Partitioned | None:
 
 
 def _strategy_matches_cuts(
-    row: OperatorRow, counts: OperatorStrategy, on_primes: Partitioned | None
+    row: OperatorRow, counts: OperatorStrategy, plan_on_prime_axes: Partitioned | None
 ) -> bool:
     """Whether a strategy of shard counts resolves to the planned sharding; False if unknown.
 
     Args:
         row: the operator in the plan.
         counts: the strategy, with a number of shards for each dimension.
-        on_primes: the plan on a device matrix with axes of prime size; None if unknown.
+        plan_on_prime_axes: the plan on a device matrix with axes of prime size; None if unknown.
     """
-    if on_primes is None:
+    if plan_on_prime_axes is None:
         return False
     try:
-        cuts = StrategyParser(on_primes.graph.by_name[row.name], counts, on_primes.mesh).cuts()
+        cuts = StrategyParser(
+            plan_on_prime_axes.graph.by_name[row.name], counts, plan_on_prime_axes.mesh
+        ).cuts()
     except StrategyError:
         # Counts that do not determine the sharding are an error of the parser.
         return False
-    return cuts == on_primes.decisions.cuts[row.name]
+    return cuts == plan_on_prime_axes.decisions.cuts[row.name]
 
 
-def _find_storage_unlike_reads(plan: PlanData) -> Iterator[tuple[str, Entry]]:
-    """Yield (parameter name, storage layout) of each parameter that is stored in another layout
-    than the first operator reads."""
+def _find_separate_storage_layouts(plan: PlanData) -> Iterator[tuple[str, Entry]]:
+    """Yield (parameter name, storage layout) of each parameter whose storage layout differs from
+    the layout in which the first operator that shards it reads it."""
     used: dict[str, tuple[Axes, ...]] = {}
     for row in plan.operators:
         for (name, _, origin), layout in zip(row.inputs, row.input_layouts, strict=True):

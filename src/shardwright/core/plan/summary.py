@@ -42,7 +42,7 @@ def plan_summary(plan: PlanData, width: int) -> str:
     table: list[str] = []
     # From the most detailed to the coarsest table.
     for detail in (2, 1, 0):
-        table = _summary_table_lines(
+        table = _format_summary_table(
             _group_operators_into_rows(plan, detail), plan.step is not None, width
         )
         if len(table) <= remaining_lines:
@@ -62,12 +62,12 @@ def plan_head(plan: PlanData, width: int) -> list[str]:
     """
     lines = wrap_sentence(f"Plan for {devices_text(plan.mesh, plan.pipeline.stages)}", width)
     lines += wrap_sentence(parallelism_sentence(plan), width)
-    for label, figures in _main_metrics(plan):
+    for label, figures in _format_main_metrics(plan):
         lines += wrap_sentence(figures, width, f"{label:8}")
     return lines
 
 
-def _main_metrics(plan: PlanData) -> Iterator[tuple[str, str]]:
+def _format_main_metrics(plan: PlanData) -> Iterator[tuple[str, str]]:
     """Yield (label, text) of each known metric: step time, optimality gap, memory, communication
     volume, batch size."""
     step, memory, limit = plan.step, plan.known_memory, plan.memory_limit
@@ -142,7 +142,7 @@ def plan_notes(plan: PlanData, max_operators: int | None = None) -> Iterator[str
 
 
 def unused_axes_warning(plan: PlanData) -> Iterable[str]:
-    """Yield a warning that lists the mesh axes that shard no operator, unless there are none."""
+    """Yield a warning that lists the mesh axes that shard no operator; nothing if all axes do."""
     unused = plan.unused_axes
     if unused:
         names = plan.mesh.named(unused)
@@ -180,7 +180,7 @@ class _SummaryRow:
             self.seconds[row.stage] = self.seconds.get(row.stage, 0.0) + row.seconds
 
 
-def _summary_row_key(block_path: str, name: str, detail: int) -> tuple[str, str]:
+def _make_summary_row_key(block_path: str, name: str, detail: int) -> tuple[str, str]:
     """Return the key of operators that share a summary row: (block, module within the block) for
     `detail` 2, (block, "") for 1, ("", "") for 0."""
     return block_path if detail else "", name.rpartition(".")[0] if detail > 1 else ""
@@ -197,7 +197,7 @@ def _group_operators_into_rows(plan: PlanData, detail: int) -> list[_SummaryRow]
         detail: grouping of main and pinned operators: 2 by module, 1 by repeated block, 0 into one
             group.
     """
-    sent = _communication_bytes_by_operator(plan)
+    sent = _count_bytes_by_operator(plan)
     blocks: dict[object, _SummaryRow] = {}
     others: dict[tuple[str, ...], _SummaryRow] = {}
     # By parallelism, not by shapes: a row may stand for operators of different sizes.
@@ -206,7 +206,7 @@ def _group_operators_into_rows(plan: PlanData, detail: int) -> list[_SummaryRow]
         if row.main or row.pinned:
             # Only main and pinned operators are listed by block: all others follow them.
             block_path, name = _split_name_at_block(row.name)
-            key = _summary_row_key(block_path, name, detail)
+            key = _make_summary_row_key(block_path, name, detail)
             block = blocks.setdefault((key, phrases), _SummaryRow(key[0], phrases))
             # In the coarsest table rows have no block, so names keep their paths.
             block.add(name if key[0] else row.name, fold, sent)
@@ -220,7 +220,7 @@ def _group_operators_into_rows(plan: PlanData, detail: int) -> list[_SummaryRow]
     return [*blocks.values(), *others.values()]
 
 
-def _communication_bytes_by_operator(plan: PlanData) -> Counter[str]:
+def _count_bytes_by_operator(plan: PlanData) -> Counter[str]:
     """Return the communication volume of redistributions on one device, by causing operator.
 
     Reductions of partial sums are attributed to their producer, such as a row-parallel linear
@@ -249,7 +249,7 @@ def _split_name_at_block(name: str) -> tuple[str, str]:
     return ".".join(words[:block_length]), ".".join(words[block_length:])
 
 
-def _summary_table_lines(blocks: list[_SummaryRow], timed: bool, width: int) -> list[str]:
+def _format_summary_table(blocks: list[_SummaryRow], timed: bool, width: int) -> list[str]:
     """Return the lines of the summary's table; the path of a block with several rows has its own
     line above the rows."""
     first = blocks[0].phrases if blocks else ()

@@ -43,7 +43,7 @@ def plan_text(
         return plan_summary(plan, width)
     table = render_lines(width, plan_table(plan, every, width))
     notes_below = [
-        line for note in _table_notes(plan, every) for line in wrap_sentence(note, width)
+        line for note in _format_table_notes(plan, every) for line in wrap_sentence(note, width)
     ]
     return "\n".join([*plan_head(plan, width), *table, *notes_below])
 
@@ -74,9 +74,11 @@ def plan_table(plan: PlanData, every: bool, width: int) -> Table:
         cuts_or_note = cuts_text(row) if row.rule is not None else "no rule: replicated"
         table.add_row(
             "\n".join((*split_at_dots(row.name, names), shapes_text(row))),
-            "\n".join(filter(None, (cuts_or_note, _strategy_cell(fold)))),
+            "\n".join(filter(None, (cuts_or_note, _format_strategy_cell(fold)))),
             "\n".join(
-                line for each in _redistribution_lines(row) for line in split_at_dots(each, sent)
+                line
+                for each in _format_redistribution_lines(row)
+                for line in split_at_dots(each, sent)
             ),
             bytes_text(row.bytes) if row.bytes else "",
             *([fold.stages] if staged else []),
@@ -84,7 +86,7 @@ def plan_table(plan: PlanData, every: bool, width: int) -> Table:
     return table
 
 
-def _strategy_cell(fold: Fold) -> str:
+def _format_strategy_cell(fold: Fold) -> str:
     """Format the strategy of a sharded or pinned operator as a table cell, followed by `pinned` and
     `recomputed` where these apply."""
     row = fold.row
@@ -93,7 +95,7 @@ def _strategy_cell(fold: Fold) -> str:
     return " ".join(word for word in (strategy, pinned, fold.recomputed) if word)
 
 
-def _redistribution_lines(row: OperatorRow) -> Iterable[str]:
+def _format_redistribution_lines(row: OperatorRow) -> Iterable[str]:
     for redistribution in row.redistributions:
         # Without layer numbers, as the row stands for all layers.
         words = [word for word in redistribution.value.split(".") if not word.isdigit()]
@@ -102,7 +104,7 @@ def _redistribution_lines(row: OperatorRow) -> Iterable[str]:
         yield f"{short}: {redistribution.steps_text}{suffix}"
 
 
-def _table_notes(plan: PlanData, every: bool) -> Iterator[str]:
+def _format_table_notes(plan: PlanData, every: bool) -> Iterator[str]:
     samples, micro_batches = plan.global_batch, plan.pipeline.micro_batches
     if samples is not None and micro_batches > 1:
         rows = samples // micro_batches
@@ -113,7 +115,7 @@ def _table_notes(plan: PlanData, every: bool) -> Iterator[str]:
             f" {bytes_text(crossing.forward_bytes)} forward,"
             f" {bytes_text(crossing.backward_bytes)} backward per micro-batch"
         )
-    yield from _stage_memory_lines(plan)
+    yield from _format_stage_memory_lines(plan)
     # With a cluster the head has the bubbles; a plan from a file has no graph to estimate them.
     if plan.pipeline.stages > 1 and plan.step is None and plan.graph is not None:
         yield f"pipeline bubbles: {plan.timeline().bubble:.1%}, estimated from FLOPs alone"
@@ -130,7 +132,7 @@ def _table_notes(plan: PlanData, every: bool) -> Iterator[str]:
     )
 
 
-def _stage_memory_lines(plan: PlanData) -> Iterator[str]:
+def _format_stage_memory_lines(plan: PlanData) -> Iterator[str]:
     """Yield the memory of the stage with the highest peak, by category, then the peaks of the other
     stages."""
     if plan.known_memory is None:
