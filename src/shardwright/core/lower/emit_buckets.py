@@ -189,8 +189,8 @@ def _can_prefetch(bucket: Bucket) -> bool:
 
 
 def used_member_key(member: BucketMember) -> str:
-    """Return the key, in `UnshardedParameters.tensors`, of a bucket member in the layout in which
-    operators read it."""
+    """Return the key, in `UnshardedParameters.tensors`, of a parameter of a bucket in the layout in
+    which operators read it."""
     return f"{member.name} as used"
 
 
@@ -200,7 +200,8 @@ def cast_key(value: Value) -> str:
 
 
 def gathered_bucket_key(bucket: Bucket) -> str:
-    """Return the key, in `UnshardedParameters.tensors`, of the members of a `level2` bucket."""
+    """Return the key, in `UnshardedParameters.tensors`, of the gathered parameters of a `level2`
+    (ZeRO-2) bucket."""
     return f"bucket {bucket.number}"
 
 

@@ -65,7 +65,7 @@ def find_regions(lines: Sequence[Line], outputs: Collection[str]) -> Regions | N
         return None
     candidates = [
         (_find_returned_variables(remaining, division, outputs), division)
-        for division in _iterate_divisions(remaining, *span)
+        for division in _iterate_block_divisions(remaining, *span)
     ]
     if not candidates:
         return None
@@ -154,7 +154,7 @@ def _find_longest_run(lines: Sequence[Line]) -> tuple[int, int, int] | None:
     return best
 
 
-def _iterate_divisions(
+def _iterate_block_divisions(
     lines: Sequence[Line], length: int, start: int, covered: int
 ) -> Iterator[tuple[int, int, int]]:
     """Yield the divisions of a run of `covered` lines into equal blocks, one for each offset at
