@@ -250,7 +250,7 @@ def experts(
     # cannot be read, so the rows of other devices remain as a tail.
     tail = sharded and (isinstance(first, torch.SymInt) or is_compiling())
     count = (
-        _num_local_rows(ends, local_ids.shape[0], total or num_local)
+        _count_local_token_copies(ends, local_ids.shape[0], total or num_local)
         if sharded and not tail
         else None
     )
@@ -280,17 +280,17 @@ def experts(
     return result
 
 
-def _num_local_rows(ends: Tensor, rows: int, total: int) -> int:
+def _count_local_token_copies(ends: Tensor, num_token_copies: int, num_experts: int) -> int:
     """Return the number of token copies routed to the local experts; on the meta device, assume
     balanced routing.
 
     Args:
         ends: cumulative number of token copies up to each local expert, `[experts]`.
-        rows: number of token copies routed to all experts.
-        total: global number of experts.
+        num_token_copies: number of token copies routed to all experts.
+        num_experts: number of experts on all devices.
     """
     if ends.is_meta:
-        return -(-rows * ends.shape[0] // total)
+        return -(-num_token_copies * ends.shape[0] // num_experts)
     return int(ends[-1])
 
 

@@ -59,7 +59,7 @@ def graph_in_float64(graph: Graph, twin: Graph | None = None) -> Graph:
             )
         args, kwargs = pytree.tree_map(convert, _replace_floats_by_twin(op, twin_of.get(op, op)))
         # The target of a `local_map` contains the dtypes of its results.
-        target = _convert_target(op)
+        target = _convert_target_to_float64(op)
         outputs = tuple(new[v] for v in op.outputs)
         return replace(op, target=target, args=args, kwargs=kwargs, outputs=outputs)
 
@@ -80,11 +80,13 @@ def graph_in_float64(graph: Graph, twin: Graph | None = None) -> Graph:
         updates=tuple((new[a], new[b]) for a, b in graph.updates),
         loss=None if graph.loss is None else new[graph.loss],
         other_losses=tuple(new[v] for v in graph.other_losses),
-        whole_batch=_convert_whole_batch(graph.whole_batch, twin.whole_batch if twin else None),
+        whole_batch=_convert_whole_batch_to_float64(
+            graph.whole_batch, twin.whole_batch if twin else None
+        ),
     )
 
 
-def _convert_whole_batch(
+def _convert_whole_batch_to_float64(
     whole_batch: WholeBatch | str | None, twin: WholeBatch | str | None
 ) -> WholeBatch | str | None:
     if not isinstance(whole_batch, WholeBatch) or whole_batch.prologue is None:
@@ -117,10 +119,10 @@ def is_product_of_row_groups(op: Op) -> bool:
 
 
 def _get_comparable_target(op: Op) -> object:
-    return SEGMENT_MATMUL if is_product_of_row_groups(op) else _convert_target(op)
+    return SEGMENT_MATMUL if is_product_of_row_groups(op) else _convert_target_to_float64(op)
 
 
-def _convert_target(op: Op) -> Any:
+def _convert_target_to_float64(op: Op) -> Any:
     """Return the target of an operator; for a `LocalCall`, which has dtypes, its float64 copy."""
     as_float64: Any = getattr(op.target, "as_float64", None)
     return op.target if as_float64 is None else as_float64()

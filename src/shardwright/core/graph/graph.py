@@ -23,7 +23,7 @@ from shardwright.core.torch_internals.operators import OpOverload, operator_name
 
 
 class Origin(Enum):
-    """Origin of a value."""
+    """Where a tensor of a graph comes from: the call, the module, capture, or an operator."""
 
     INPUT = "input"
     PARAMETER = "parameter"
@@ -92,13 +92,13 @@ def target_name(target: OpTarget) -> str:
     return f"{target.__module__}.{target.__qualname__}"
 
 
-def _hashable_structure(argument: Any) -> Any:
+def _make_hashable_structure(argument: Any) -> Any:
     if isinstance(argument, Value):
         return argument.shape, argument.dtype
     if isinstance(argument, (list, tuple)):
-        return tuple([_hashable_structure(item) for item in argument])
+        return tuple([_make_hashable_structure(item) for item in argument])
     if isinstance(argument, dict):
-        return tuple([(key, _hashable_structure(item)) for key, item in argument.items()])
+        return tuple([(key, _make_hashable_structure(item)) for key, item in argument.items()])
     return argument
 
 
@@ -144,7 +144,7 @@ class Op:
     @cached_property
     def structure(self) -> Any:
         """Hashable form of `args` and `kwargs`, with shape and dtype in place of each tensor."""
-        return _hashable_structure(self.args), _hashable_structure(self.kwargs)
+        return _make_hashable_structure(self.args), _make_hashable_structure(self.kwargs)
 
     @property
     def short_name(self) -> str:

@@ -77,7 +77,7 @@ class HostNumbers:
         """Add the numbers that come from tensors to `values`.
 
         Args:
-            values: result of `values`.
+            values: the numbers that do not come from tensors, by node; extended in place.
             outputs: the outputs of the graph.
         """
         # Reading a tensor waits for the device, so it follows the operators of the program.
@@ -85,7 +85,7 @@ class HostNumbers:
         _run_number_operations(self.later, values)
 
     def examples_of_tensors(self) -> dict[fx.Node, Any]:
-        """Return 1, in the type of the node, for each number that comes from a tensor, by node."""
+        """Return an example of each number that comes from a tensor, by node: 1 in its type."""
         return {node: _make_example_number(node) for node in (*self.items, *self.later)}
 
 
@@ -134,8 +134,8 @@ def _find_item_calls(
 
 
 def _find_nodes_read_outside(graph: fx.Graph, on_host: Collection[fx.Node]) -> set[fx.Node]:
-    """Return the nodes that an operation outside of `on_host` reads, or a number computed from
-    them."""
+    """Return the nodes whose value, or a number computed from it, is read by an operation outside
+    of `on_host`."""
     read_outside: set[fx.Node] = set()
     # Users come after the node, so that one pass from the end suffices.
     for node in reversed(graph.nodes):

@@ -25,7 +25,7 @@ ShapeEntry = tuple[str, ...]
 """Notation of each dimension of a tensor: a name, `_`, `_name`, or the size of a result."""
 
 Partial = Literal["sum", "mean"] | None
-"""Reduction of the local results over a sharded name that a result lacks."""
+"""Reduction of a result of `local_map` over the shards of dimensions that the result lacks."""
 
 
 @dataclass(frozen=True)

@@ -249,7 +249,8 @@ class _OnEachRankFunction(torch.autograd.Function):
 def record_saved_inputs(
     inputs: Sequence[Tensor], saved: set[int]
 ) -> AbstractContextManager[object]:
-    """Return a context that adds the indices of `inputs` that autograd saves to `saved`."""
+    """Return a context that adds to `saved` the index of each of `inputs` that autograd saves for
+    the backward pass."""
     # By storage, since autograd may save a view of an input.
     index_of_storage = {storage_id(tensor): index for index, tensor in enumerate(inputs)}
 

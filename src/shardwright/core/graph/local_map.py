@@ -41,7 +41,7 @@ function that seeds the generators."""
 
 
 class Body(Protocol):
-    """Original code of a `local_map`."""
+    """The user's function or module that a `local_map` runs on local shards."""
 
     def run(self, args: Any, kwargs: Any, state: Sequence[Tensor]) -> tuple[Any, dict[int, Tensor]]:
         """Run the code with `state` in place of its parameters and buffers.

@@ -117,10 +117,10 @@ def _run_on_fake_tensors(key: _OperatorKey) -> SavedTensors:
                 f" {one_line(error)}\ncorrect its arguments, which one device rejects too"
             ) from error
     outputs = [r for r in _flatten_results(results) if isinstance(r, Tensor)]
-    return _classify_saved(packed, inputs, outputs)
+    return _classify_saved_tensors(packed, inputs, outputs)
 
 
-def _classify_saved(
+def _classify_saved_tensors(
     packed: list[Tensor], inputs: list[Tensor], outputs: list[Tensor]
 ) -> SavedTensors:
     """Classify the tensors that autograd saved as inputs, outputs or other tensors, by storage.
@@ -211,12 +211,13 @@ def returned_before_update(graph: Graph) -> frozenset[Value]:
 
 
 def view_bases(graph: Graph, bases: Iterable[Value]) -> dict[Value, Value]:
-    """Return the parameter or buffer of each value that shares its storage.
+    """Map each view of a parameter or buffer to that parameter or buffer.
 
     Operators that may return a view are run on fake tensors: `to` copies if the dtype changes, and
     `reshape` if strides do not allow a view.
 
     Args:
+        graph: the graph whose operators make the views.
         bases: parameters and buffers, which are contiguous.
     """
     base_of = {base: base for base in bases}

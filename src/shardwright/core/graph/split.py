@@ -210,7 +210,7 @@ def _build_chunk(
 ) -> GraphChunk:
     # No operator of this chunk computes these values.
     received = {value: replace(value, origin=Origin.INPUT) for value in arriving}
-    ops = tuple(_replace_received(op, received) for op in ops)
+    ops = tuple(_replace_received_inputs(op, received) for op in ops)
     read = {value for op in ops for value in op.inputs}
     loss = _get_loss_of_chunk(graph, chunk_of, chunk_index, received)
     returned = _find_chunk_outputs(graph, chunk_of, chunk_index, loss)
@@ -276,7 +276,7 @@ def _find_chunk_outputs(
     return tuple(dict.fromkeys((*outputs, *([] if loss is None else [loss]))))
 
 
-def _replace_received(op: Op, received: Mapping[Value, Value]) -> Op:
+def _replace_received_inputs(op: Op, received: Mapping[Value, Value]) -> Op:
     """Return `op` with inputs that other chunks compute replaced by received values.
 
     Args:
