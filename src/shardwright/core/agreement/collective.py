@@ -46,13 +46,17 @@ def value_of_rank(value: Sent, rank: int = 0) -> Sent:
         return value
     device = device_of_objects(None)
     # Other ranks write null, as their values need not be of JSON types.
-    content_of_rank = _json_to_byte_tensor(value if dist.get_rank() == rank else None, device)
+    content_of_rank = _encode_json_as_byte_tensor(
+        value if dist.get_rank() == rank else None, device
+    )
     # Receivers need the size first, to allocate the memory of the second broadcast.
     size = torch.tensor(len(content_of_rank), device=device)
     dist.broadcast(size, rank)
     content = content_of_rank if dist.get_rank() == rank else content_of_rank.new_empty(int(size))
     dist.broadcast(content, rank)
-    return value if dist.get_rank() == rank else cast("Sent", _json_from_byte_tensor(content))
+    return (
+        value if dist.get_rank() == rank else cast("Sent", _decode_json_from_byte_tensor(content))
+    )
 
 
 def values_of_ranks(value: Sent, group: dist.ProcessGroup | None = None) -> list[Sent]:
@@ -65,7 +69,7 @@ def values_of_ranks(value: Sent, group: dist.ProcessGroup | None = None) -> list
     if not has_other_ranks():
         return [value]
     device, ranks = device_of_objects(group), dist.get_world_size(group)
-    content = _json_to_byte_tensor(value, device)
+    content = _encode_json_as_byte_tensor(value, device)
     sizes = [torch.zeros((), dtype=torch.int64, device=device) for _ in range(ranks)]
     dist.all_gather(sizes, torch.tensor(len(content), device=device), group=group)
     # All-gather needs equal shapes, so contents are padded to the longest.
@@ -74,16 +78,18 @@ def values_of_ranks(value: Sent, group: dist.ProcessGroup | None = None) -> list
     contents = [torch.empty_like(padded) for _ in range(ranks)]
     dist.all_gather(contents, padded, group=group)
     pairs = zip(contents, sizes, strict=True)
-    return [cast("Sent", _json_from_byte_tensor(content[: int(size)])) for content, size in pairs]
+    return [
+        cast("Sent", _decode_json_from_byte_tensor(content[: int(size)])) for content, size in pairs
+    ]
 
 
-def _json_to_byte_tensor(value: object, device: torch.device) -> Tensor:
+def _encode_json_as_byte_tensor(value: object, device: torch.device) -> Tensor:
     # A bytearray, as `torch.frombuffer` warns about the read-only memory of `bytes`.
     content = bytearray(json.dumps(value).encode())
     return torch.frombuffer(content, dtype=torch.uint8).to(device)
 
 
-def _json_from_byte_tensor(content: Tensor) -> Any:
+def _decode_json_from_byte_tensor(content: Tensor) -> Any:
     return json.loads(content.cpu().numpy().tobytes())
 
 

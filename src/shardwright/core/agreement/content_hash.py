@@ -53,16 +53,16 @@ def content_hash(tensor: Tensor) -> Tensor:
     # The rest: at most `COLUMNS - 1` words that fill no row, and 7 bytes, each as one number.
     to_sum = torch.cat([words[in_full_rows:], last_bytes])
     if in_full_rows:
-        columns = _hash_weights(COLUMNS, flat.device)
+        columns = _make_hash_weights(COLUMNS, flat.device)
         to_sum = torch.cat(
             [to_sum, _multiply_rows(words[:in_full_rows].view(-1, COLUMNS), columns)]
         )
     # A second set of weights, by row: without it, exchanged rows would have equal hashes.
-    return (to_sum * _hash_weights(len(to_sum), flat.device)).sum()
+    return (to_sum * _make_hash_weights(len(to_sum), flat.device)).sum()
 
 
 def sample_of(tensor: Tensor) -> Tensor:
-    """Return the bytes of a tensor, or of equidistant words of a large one, as a 1-D uint8 tensor.
+    """Return a tensor's bytes, of a large tensor only those of equidistant words, as 1-D uint8.
 
     A hash of the result distinguishes batches with different samples, but not large tensors that
     differ in few elements.
@@ -101,7 +101,7 @@ def _multiply_rows(matrix: Tensor, vector: Tensor) -> Tensor:
     return torch.cat([(rows * vector).sum(1) for rows in torch.split(matrix, ROWS)])
 
 
-def _hash_weights(count: int, device: torch.device) -> Tensor:
+def _make_hash_weights(count: int, device: torch.device) -> Tensor:
     """Return `count` pseudorandom int64 weights: a variant of SplitMix64 of 1, 2, ..., `count`."""
     mixed = torch.arange(1, count + 1, device=device) * _MULTIPLIERS[0]
     # SplitMix64 (Steele, Lea and Flood, 2014) shifts by 30, 27 and 31 and fills with zeros; `>>` of
