@@ -35,7 +35,7 @@ executes them, changes the order of the text, or does not show them."""
 
 # Inserted at the beginning of the character class.
 _UNPRINTABLE_IN_LINE = re.compile(_UNPRINTABLE.pattern.replace("[", "[\t\n", 1))
-"""`_UNPRINTABLE`, tab and newline."""
+"""Unprintable characters, tab and newline, which a text of one line must not contain."""
 
 
 def printable(text: str, lines: bool = True) -> str:

@@ -116,11 +116,11 @@ def _read_deepseek_v2(section: Keys, config: Keys) -> tuple[str, dict[str, Any]]
 
 
 _MLA_SIZES = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
-"""Keys of the sizes of multi-head latent attention (MLA)."""
+"""MindFormers keys of the sizes of multi-head latent attention (MLA)."""
 
 _EXPERT_READERS: Mapping[str, Callable[[Keys, Keys], tuple[str, dict[str, Any]]]] = {
     "llama": _read_mixtral_or_qwen,
     "deepseek_v2": _read_deepseek_v2,
 }
-"""Readers of `moe_config`, by model family of the architecture; each returns the family with
+"""Readers of MindFormers' `moe_config`, by dense model family; each returns the model family with
 experts, and the fields of `Dimensions` that describe the experts."""

@@ -49,7 +49,7 @@ _ONLY_VALUES: Mapping[str, bool | float] = {
     "out_proj_has_bias": True,
     "wo_has_bias": True,
 }
-"""The only supported value of each of these keys of `model_config`, by key."""
+"""For keys of MindFormers' `model_config` with a single supported value, that value, by key."""
 
 # MindSpore's "gelu" is the tanh approximation.
 _GELU: Mapping[str, Gelu] = {"gelu": "gelu_tanh", "fast_gelu": "fast_gelu"}

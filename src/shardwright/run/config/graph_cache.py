@@ -34,7 +34,7 @@ MAX_GRAPHS = 32
 """Maximum number of cached graphs; the least recently used are evicted."""
 
 PARTIAL = ".graph.partial"
-"""End of the names of files that are being written."""
+"""Suffix of the names of cache files that are still being written."""
 
 VERSIONED_PACKAGES = ("shardwright", "transformers", "peft")
 """Packages whose versions are part of the cache key: they define the captured models."""

@@ -61,14 +61,14 @@ class Figure:
     level: int | None = None
 
     def value_in(self, cluster: Cluster) -> float:
-        """Return the value of the figure in `cluster`, clamped to the bounds."""
+        """Return the value that `cluster` has for this figure, clamped to physical bounds."""
         owner = cluster.device if self.level is None else cluster.levels[self.level]
         value: float | None = getattr(owner, self.name)
         # A figure that the file does not set is None or 0.
         return min(max(value or self.default, self.minimum), self.maximum)
 
     def replace_in(self, cluster: Cluster, value: float) -> Cluster:
-        """Return a copy of `cluster` in which the figure is `value`."""
+        """Return a copy of `cluster` in which this figure has the value `value`."""
         change = {self.name: value}
         if self.level is None:
             return replace(cluster, device=replace(cluster.device, **change))  # type: ignore[arg-type]

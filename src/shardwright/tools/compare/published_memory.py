@@ -146,8 +146,8 @@ def local_output_bytes(op: Op, mesh: DeviceMatrix, cuts: Mapping[str, Cuts]) -> 
 
 
 def _excess_loss_bytes(stage: StageMemory, chunks: Iterable[Chunk], software: Software) -> int:
-    """Return by how many bytes this program's loss exceeds the framework's at the peak of `stage`;
-    0 if memory does not peak in the backward pass of the loss."""
+    """Return the bytes that this program's loss allocates at the peak of `stage` in excess of the
+    published framework's loss; 0 if memory does not peak in the backward pass of the loss."""
     if software.logit_bytes is None:
         return 0
     for chunk in chunks:

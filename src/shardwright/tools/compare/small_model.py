@@ -138,7 +138,7 @@ class SmallModel:
 
 @dataclass(frozen=True)
 class SmallTraining:
-    """A parallelized small model with its batch."""
+    """A small language model, parallelized for calibration, with its plan, batch and optimizer."""
 
     plan: Plan
     module: ParallelModule

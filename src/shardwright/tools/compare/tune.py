@@ -24,10 +24,10 @@ UNLIMITED = {"memory_limit": NO_LIMIT, "recompute": None, "suggest_stages": Fals
 
 @dataclass(frozen=True)
 class Trial:
-    """The plan for one value of `mem_coeff`.
+    """Summary of the plan for one value of `mem_coeff`.
 
     Args:
-        plan: number of the plan, from 1; equal plans have equal numbers.
+        plan: number of the plan, from 1; equal plans share a number.
         stages: number of pipeline stages.
         cuts: number of shards of each factor of each main operator; empty if the operator is
             replicated.

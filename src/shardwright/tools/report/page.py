@@ -205,7 +205,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Chart:
-    """Rows of bars, with a note and a table.
+    """A chart of a report page: rows of bars, with a note and a table.
 
     Args:
         rows: bars of a waterfall, or stacks.

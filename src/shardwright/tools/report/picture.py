@@ -13,10 +13,10 @@ from shardwright.core.layout.axes import Axes
 from shardwright.core.layout.layout import DeviceMatrix, TensorLayout
 
 MAX_BLOCKS = 16
-"""Maximum number of blocks along one side of the grid; more would be indistinguishable."""
+"""Maximum number of blocks along a side of a tensor's picture; more would be indistinguishable."""
 
 MAX_SHEETS = 4
-"""Maximum number of sheets drawn behind the first one."""
+"""Maximum number of sheets behind the first one in the picture of a tensor."""
 
 Border = tuple[float, int]
 """Position of a border between blocks, 0 to 1, and index of the mesh axis that shards there."""
