@@ -30,7 +30,8 @@ def test_ranks_that_train_differently_are_named_on_all_ranks(
     case: str, printed: Callable[[], str]
 ) -> None:
     for rank in range(2):
-        assert re.search(f"rank {rank}, {case}: {DIFFERENCES[case]}", printed()), printed()
+        error = f"rank {rank}, {case}: training differs between ranks: {DIFFERENCES[case]}"
+        assert re.search(error, printed()), printed()
 
 
 @pytest.mark.distributed

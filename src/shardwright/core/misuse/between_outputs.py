@@ -110,8 +110,8 @@ class OutputsOffPath:
         self._graph = graph
         self._names: list[str] = []
         self._computed_from: dict[int, list[int]] = {}
-        """Indices of the outputs from which each output is computed and whose gradients would miss
-        the contribution of that output, by index of the output."""
+        """For each output, by index: indices of the outputs from which it is computed, and whose
+        gradients would miss its contribution."""
         for index, value in enumerate(graph.outputs):
             if not isinstance(value, Value) or not value.differentiable:
                 continue

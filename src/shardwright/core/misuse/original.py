@@ -36,8 +36,8 @@ SUBMODULES, PARAMETERS, VALUES = "submodules", "parameters", "values of paramete
 TRAINED = "requires_grad of parameters"
 
 WatchedAttribute = tuple[str, str]
-"""(path of a submodule, name of its attribute or one of `SUBMODULES`, `PARAMETERS`, `VALUES`,
-`TRAINED`)."""
+"""A watched attribute: the path of a submodule, and the name of an attribute of the submodule or
+one of `SUBMODULES`, `PARAMETERS`, `VALUES` and `TRAINED`."""
 
 
 class OriginalModel:
@@ -171,23 +171,23 @@ def _has_equal_attribute_in_planned(
         # Parameters of other pipeline stages are None in the planned model.
         return all(p is None or q is None or p.requires_grad == q.requires_grad for p, q in pairs)
     value, other = (variable(modules, path, name) for modules in (original, planned))
-    return _have_equal_plain_contents(value, other)
+    return _are_attribute_values_equal(value, other)
 
 
-def _have_equal_plain_contents(value: Any, other: Any) -> bool:
-    if isinstance(value, Tensor) and isinstance(other, Tensor):
+def _are_attribute_values_equal(original: Any, planned: Any) -> bool:
+    if isinstance(original, Tensor) and isinstance(planned, Tensor):
         # The planned model may be on another device.
-        return value.shape == other.shape and torch.equal(value.cpu(), other.cpu())
+        return original.shape == planned.shape and torch.equal(original.cpu(), planned.cpu())
     # Such as a configuration object: `==` of most classes compares identity.
     if (
-        hasattr(value, "__dict__")
-        and type(value) is type(other)
-        and not isinstance(value, nn.Module)
+        hasattr(original, "__dict__")
+        and type(original) is type(planned)
+        and not isinstance(original, nn.Module)
     ):
-        return {n: content(v) for n, v in vars(value).items()} == {
-            n: content(v) for n, v in vars(other).items()
+        return {n: content(v) for n, v in vars(original).items()} == {
+            n: content(v) for n, v in vars(planned).items()
         }
-    return content(value) == content(other)
+    return content(original) == content(planned)
 
 
 def _describe_attribute(attribute: WatchedAttribute) -> str:

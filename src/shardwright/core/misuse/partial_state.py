@@ -61,22 +61,23 @@ def _check_rank_has_full_state(tensor: DTensor) -> None:
         )
 
 
-def _refuse_saving_partial_state(extent: str) -> None:
+def _refuse_saving_partial_state(saved_part: str) -> None:
     """Reject saving, unless a caller combines the shards or stages of all ranks.
 
     Args:
-        extent: which part of the state this rank has, `SHARD` or `STAGE`.
+        saved_part: which part of the state this rank has, `SHARD` or `STAGE`.
 
     Raises:
         PlanError: if no function that combines the state of all ranks is on the call stack.
     """
     # Stages that a rank has gathered make a full model; DTensors that it has gathered remain
     # shards.
-    if is_called_by(SAVES_FROM_ALL_RANKS) or (extent == STAGE and is_called_by(SENDS_TO_RANKS)):
+    if is_called_by(SAVES_FROM_ALL_RANKS) or (saved_part == STAGE and is_called_by(SENDS_TO_RANKS)):
         return
     raise PlanError(
         f"`torch.save`, `pickle` or `safetensors`{user_line()} would save an incomplete state of a"
-        f" planned model, as this rank has only its {extent}\ncall `sw.save_state_dict(net, path)`"
+        f" planned model, as this rank has only its {saved_part}\n"
+        "call `sw.save_state_dict(net, path)`"
         " on every rank, which writes the full model to one file, or `sw.save_checkpoint` for model"
         " and optimizer; for a single sharded tensor, save `tensor.full_tensor()`"
     )

@@ -60,8 +60,8 @@ def check_equal_training(call: int, rows: Sequence[Sequence[int]]) -> None:
             )
             if not math.isclose(value, first_value, rel_tol=OPTION_TOLERANCE):
                 raise DataError(
-                    f"before call {call}, {problem}: {value:g} on rank {rank}, but"
-                    f" {first_value:g} on rank 0\n{remedy}"
+                    f"training differs between ranks: before call {call}, {problem}: {value:g}"
+                    f" on rank {rank}, but {first_value:g} on rank 0\n{remedy}"
                 )
 
 
