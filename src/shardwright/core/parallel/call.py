@@ -148,10 +148,10 @@ class PlannedCall:
         flat, _ = pytree.tree_flatten_with_path(self._name_arguments(args, kwargs))
         return [pytree.keystr(path) for path, _ in flat]
 
-    def _omit_default_arguments(self, named: dict[str, Any]) -> dict[str, Any]:
+    def _omit_default_arguments(self, arguments: dict[str, Any]) -> dict[str, Any]:
         return {
             name: value
-            for name, value in named.items()
+            for name, value in arguments.items()
             if not self._is_default_argument(name, value)
         }
 
@@ -168,8 +168,8 @@ class PlannedCall:
         parameter = self._signature.parameters.get(name)
         return inspect.Parameter.empty if parameter is None else parameter.default
 
-    def _get_argument_or_default(self, name: str, named: dict[str, Any]) -> Any:
-        return named[name] if name in named else self._get_parameter_default(name)
+    def _get_argument_or_default(self, name: str, arguments: dict[str, Any]) -> Any:
+        return arguments[name] if name in arguments else self._get_parameter_default(name)
 
     def _is_positional_only(self, name: str) -> bool:
         parameter = self._signature.parameters.get(name)

@@ -52,11 +52,11 @@ class CallLeaves:
             result.append(leaf)
         return result
 
-    def _get_local_batch_axes(self, planned: object) -> CutAxes:
+    def _get_local_batch_axes(self, planned_leaf: object) -> CutAxes:
         """Return the axes that shard each dimension of a planned input if ranks pass local batches
         of the input, else ()."""
         arrivals = self.partitioned.decisions.arrivals
-        return arrivals.get(planned.name, ()) if isinstance(planned, Value) else ()
+        return arrivals.get(planned_leaf.name, ()) if isinstance(planned_leaf, Value) else ()
 
     def with_global_shapes(
         self, leaves: list[Any], planned_indices: Sequence[int | None]

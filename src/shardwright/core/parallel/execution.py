@@ -494,21 +494,21 @@ class Execution(Recapture):
     def _make_program_devices(self, partitioned: Partitioned) -> Devices:
         return self.devices.with_matrix(partitioned.mesh, dtensor_axes(partitioned))
 
-    def _evict_least_recently_used(self, bound: dict[tuple[Any, ...], Any]) -> None:
-        """Remove the least recently used programs from the cache `bound`, except programs of the
+    def _evict_least_recently_used(self, cache: dict[tuple[Any, ...], Any]) -> None:
+        """Remove the least recently used programs from `cache`, by key, except programs of the
         planned specialization."""
         planned = self._planned_specialization
         # Step keys extend the planned specialization by the number of micro-batches.
         other_keys = [
-            key for key in bound if key != self._planned_program and key[: len(planned)] != planned
+            key for key in cache if key != self._planned_program and key[: len(planned)] != planned
         ]
         # One entry is about to be added, hence `+ 1`.
-        for key in other_keys[: max(0, len(bound) + 1 - MAX_CACHED_PROGRAMS)]:
-            del bound[key]
+        for key in other_keys[: max(0, len(cache) + 1 - MAX_CACHED_PROGRAMS)]:
+            del cache[key]
 
 
-def _get_as_most_recently_used(bound: dict[tuple[Any, ...], Bound], key: tuple[Any, ...]) -> Bound:
+def _get_as_most_recently_used(cache: dict[tuple[Any, ...], Bound], key: tuple[Any, ...]) -> Bound:
     """Return the cache entry of `key`, and move it to the end, as the most recently used."""
     # Dictionaries keep the order of insertion.
-    bound[key] = bound.pop(key)
-    return bound[key]
+    cache[key] = cache.pop(key)
+    return cache[key]

@@ -38,7 +38,8 @@ _BACKWARD = (Tensor.backward, torch.autograd.backward)
 def as_output_tensor(
     tensor: DTensor, watch: Callable[[Tensor], None] | None = None
 ) -> OutputTensor:
-    """Make `tensor` an `OutputTensor`, in place.
+    """Convert a sharded output of a planned model, in place, to a DTensor subclass that is gathered
+    when an operator combines it with an ordinary tensor.
 
     Args:
         tensor: an output of the model, or a tensor computed from one.

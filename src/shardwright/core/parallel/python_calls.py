@@ -55,7 +55,7 @@ class PythonCalls:
         self._changing_numbers: frozenset[str] = frozenset()
 
     def of_copy(self, module: nn.Module) -> PythonCalls:
-        """Return a `PythonCalls` for `module`, a copy of the planned module."""
+        """Return an executor of captured Python code for `module`, a copy of the planned module."""
         result = PythonCalls(alias_module(module, type(self._module)), module, self._device)
         result._changing_numbers = self._changing_numbers
         return result
@@ -97,14 +97,15 @@ class PythonCalls:
             self._record_changed_numbers(failed, number, call)
         return key
 
-    def _record_changed_numbers(self, failed: PythonCall, num_programs: int, call: Call) -> None:
-        """Record the Python numbers that have changed since `failed`, the last program, was
-        captured.
+    def _record_changed_numbers(
+        self, last_program: PythonCall, num_programs: int, call: Call
+    ) -> None:
+        """Record the Python numbers that have changed since `last_program` was captured.
 
         Raises:
             PlanError: if there are already `MAX_PROGRAMS` programs.
         """
-        guard = failed.guards.first_failing_guard(self._module, *call).strip()
+        guard = last_program.guards.first_failing_guard(self._module, *call).strip()
         # Otherwise a value that differs in every call would capture the model in every call.
         if num_programs == MAX_PROGRAMS:
             raise PlanError(
@@ -112,7 +113,7 @@ class PythonCalls:
                 f" between calls: {guard}\nkeep it in a tensor (`register_buffer`), or pass it as"
                 " an argument"
             )
-        self._changing_numbers |= failed.guards.changed_numbers(self._module, *call)
+        self._changing_numbers |= last_program.guards.changed_numbers(self._module, *call)
         log.info("another program is needed, as this no longer holds: %s", guard)
 
     def capture(self, call: Call, compute_dtype: torch.dtype | None, autocast: Autocast) -> Graph:
@@ -159,7 +160,9 @@ class PythonCalls:
         # Outputs beyond those of `forward` are stored in Python objects.
         first = graph.out_spec.num_leaves
         # Copies, as a program returns a parameter itself for `parameter.detach().clone()`.
-        stored = [_gather_unless_differentiable(tensor, copies=True) for tensor in outputs[first:]]
+        stored = [
+            _gather_unless_differentiable(tensor, copy_ordinary=True) for tensor in outputs[first:]
+        ]
         return [*outputs[:first], *stored], dict(self._module.named_buffers())
 
     def on_device(self, constants: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -170,12 +173,12 @@ class PythonCalls:
         }
 
 
-def _gather_unless_differentiable(tensor: Tensor, copies: bool = False) -> Tensor:
+def _gather_unless_differentiable(tensor: Tensor, copy_ordinary: bool = False) -> Tensor:
     if tensor.requires_grad:
         return tensor
     if isinstance(tensor, DTensor):
         return tensor.full_tensor()
-    return tensor.clone() if copies else tensor
+    return tensor.clone() if copy_ordinary else tensor
 
 
 def _make_capture_error(error: Exception, model: str) -> CaptureError:

@@ -41,7 +41,7 @@ from shardwright.core.torch_internals.modules import own_buffers, own_modules
 from shardwright.errors import PlanError
 
 Attributes = Iterable[tuple[str, str, str]]
-"""(module path, attribute name, content as text) of each attribute, as in `Graph.attributes`."""
+"""Attributes, each as (module path, attribute name, content as text), as in `Graph.attributes`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -423,13 +423,13 @@ def _replace_references_by_copies(value: Any, copies: Mapping[int, Any]) -> Any:
     return copied if memo.is_hit else value
 
 
-def _make_class_attribute_check(owner: type, name: str, before: Any) -> Callable[[], bool]:
-    """Return a function that checks whether attribute `name` of class `owner` equals `before`.
+def _make_class_attribute_check(owner: type, name: str, initial_value: Any) -> Callable[[], bool]:
+    """Return a function that checks whether attribute `name` of class `owner` is unchanged.
 
     Changes are detected for numbers, strings and `MISSING`.
     """
     # `MISSING` also stands for methods and properties, which are not watched here.
-    return lambda: before in (MISSING, getattr(owner, name, MISSING))
+    return lambda: initial_value in (MISSING, getattr(owner, name, MISSING))
 
 
 def _make_content_check(value: Any) -> Callable[[], bool]:

@@ -53,8 +53,8 @@ class ReachablePython:
         self._is_read = False
 
     def of_copy(self, user_module: nn.Module, module: nn.Module) -> ReachablePython:
-        """Return a `ReachablePython` for `module`, a copy of the planned module with the same
-        programs."""
+        """Return the watched Python state of `module`, a copy of the planned module with the
+        same programs."""
         # Captured graphs are not copied: the copy compares from its next capture on.
         result = ReachablePython(user_module, module)
         result.version, result.is_guarded = self.version, self.is_guarded
@@ -111,7 +111,7 @@ class ReachablePython:
         log.info("%s has changed since the capture", change.location)
 
 
-def _is_same_tensor(before: Tensor, now: Tensor) -> bool:
+def _is_same_tensor(before: Tensor, current: Tensor) -> bool:
     """Whether two tensors are the same object. Values are not compared, which would read both
     tensors in every call."""
-    return before is now
+    return before is current

@@ -114,7 +114,7 @@ class _ChunkSequence:
                 _ForwardPassOfChunk(received, outputs if isinstance(outputs, tuple) else (outputs,))
             )
             # Consecutive chunks may be on one stage, as at the turn of a V-shaped schedule.
-            if module.chunk.leaving and self._is_followed_by_other_stage(module.chunk.number):
+            if module.chunk.leaving and self._is_next_chunk_on_another_stage(module.chunk.number):
                 self.sent[module.chunk.stage][0] += _count_bytes(runs[-1].outputs)
         return runs
 
@@ -129,7 +129,9 @@ class _ChunkSequence:
                 with self._count_communication_bytes(module.chunk, 1):
                     torch.autograd.backward([t for t, _ in roots], [g for _, g in roots])
             trained = [tensor for tensor in run.received if tensor.requires_grad]
-            if module.chunk.number and self._is_followed_by_other_stage(module.chunk.number - 1):
+            if module.chunk.number and self._is_next_chunk_on_another_stage(
+                module.chunk.number - 1
+            ):
                 self.sent[module.chunk.stage][1] += _count_bytes(trained)
             # Real stages send zeros for a missing gradient, as the previous stage waits for one.
             gradients = tuple(
@@ -157,10 +159,10 @@ class _ChunkSequence:
                     self.sent[stage][1] += -(-sent // len(stages))
         return total
 
-    def _is_followed_by_other_stage(self, chunk_number: int) -> bool:
-        """Whether the chunk after chunk `chunk_number` is on another stage."""
+    def _is_next_chunk_on_another_stage(self, chunk_index: int) -> bool:
+        """Whether the chunk after the chunk with index `chunk_index` is on another stage."""
         chunks = self.partitioned.chunks
-        return chunks[chunk_number].stage != chunks[chunk_number + 1].stage
+        return chunks[chunk_index].stage != chunks[chunk_index + 1].stage
 
     @contextmanager
     def _count_communication_bytes(self, chunk: Chunk, direction: int) -> Iterator[None]:

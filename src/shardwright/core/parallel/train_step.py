@@ -58,8 +58,8 @@ class StepInputs:
 
 
 StepResults = tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]
-"""(loss of the global batch, equal on all ranks; gradients of the local parameter shards by name;
-updated buffers by name)."""
+"""Results of a training step: the loss of the global batch, equal on all ranks; gradients of the
+local parameter shards by name; updated buffers by name."""
 
 
 class TrainStep(Protocol):

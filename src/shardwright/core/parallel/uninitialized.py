@@ -62,8 +62,8 @@ OF_OTHER_STAGE = "of_other_stage"
 still refer."""
 
 Placeholder = tuple[dict[str, Any], str, str]
-"""(registry `_parameters` or `_buffers` of a submodule, key of a tensor in the registry, full name
-of the tensor)."""
+"""Where a module registers a tensor: the dictionary `_parameters` or `_buffers` of a submodule, the
+key of the tensor in it, and the full name of the tensor in the model."""
 
 
 class Initialization:
@@ -154,7 +154,7 @@ class Initialization:
         """
         # Before `to_empty` there is nothing to record on.
         if not any(
-            tensor.full is not None for tensor in _uninitialized_parameters(module).values()
+            tensor.full is not None for tensor in _find_uninitialized_parameters(module).values()
         ):
             yield
             return
@@ -169,7 +169,7 @@ class Initialization:
             self.replay_record(module)
 
     def _are_parameters_initialized(self, module: nn.Module) -> bool:
-        tensors = _uninitialized_parameters(module)
+        tensors = _find_uninitialized_parameters(module)
         return all(tensors[name].is_initialized() for name in tensors.keys() & self.names)
 
     def replay_record(self, module: nn.Module, *, only_this_rank: bool = False) -> None:
@@ -187,7 +187,7 @@ class Initialization:
             PlanError: if the ranks have recorded different initializations.
             DeferredError: if the record cannot be replayed.
         """
-        tensors = _uninitialized_parameters(module)
+        tensors = _find_uninitialized_parameters(module)
         if self._devices.is_distributed:
             if only_this_rank:
                 # Without recorded tensors a replay draws no numbers.
@@ -254,7 +254,7 @@ class Initialization:
         device = self._devices.device
         with _without_weak_references(module):
             self._remove_placeholders()
-            for tensor in _uninitialized_parameters(module).values():
+            for tensor in _find_uninitialized_parameters(module).values():
                 tensor.allocate_memory()
             for parameter in module.parameters():
                 # On one device the parameters are ordinary tensors, which stay on the meta device
@@ -281,7 +281,7 @@ class Initialization:
         e.g. from a checkpoint, or no program reads them."""
         with _without_weak_references(module):
             self._remove_placeholders()
-            for tensor in _uninitialized_parameters(module).values():
+            for tensor in _find_uninitialized_parameters(module).values():
                 tensor.make_ordinary()
 
     def mark_allocated_memory(self, module: nn.Module) -> None:
@@ -401,7 +401,7 @@ def _without_weak_references(module: nn.Module) -> Iterator[None]:
         restore_flat_weights(child)
 
 
-def _uninitialized_parameters(
+def _find_uninitialized_parameters(
     module: nn.Module,
 ) -> dict[str, UninitializedShard | UninitializedTensor]:
     return {
