@@ -102,8 +102,11 @@ class ReuseGathered:
 
 @dataclass(frozen=True)
 class FinishGather:
-    """Call that waits for the all-gather of a bucket, and returns its unsharded parameters, then
-    the next turn if it takes a `turn`.
+    """Call that waits for the all-gather of a bucket, and returns its unsharded parameters.
+
+    If called with `turn`, the last result of the preceding bucket's call, the call also returns an
+    empty tensor as the next `turn`. The dependency makes autograd reduce the gradients of all
+    buckets in one order on all ranks.
 
     Args:
         bound: the bucket, bound to process groups.
@@ -124,7 +127,12 @@ class FinishGather:
 @dataclass(frozen=True)
 class UseAsStored:
     """Call that returns the parameters of a bucket that needs no all-gather, or whose gathered
-    parameters are cached; then the next turn if it takes a `turn`."""
+    parameters are cached.
+
+    If called with `turn`, the last result of the preceding bucket's call, the call also returns an
+    empty tensor as the next `turn`. The dependency makes autograd reduce the gradients of all
+    buckets in one order on all ranks.
+    """
 
     bound: BoundBucket
     is_cached: bool = False
@@ -185,8 +193,11 @@ class _StartGatherFunction(torch.autograd.Function):
 
 
 class _FinishGatherFunction(torch.autograd.Function):
-    """Return the gathered members of a bucket, then the next turn if there is a `turn`; in the
-    backward pass, start the reduction of the members' gradients as one flat tensor.
+    """Return the gathered members of a bucket; in the backward pass, start the reduction of their
+    gradients as one flat tensor.
+
+    A `turn`, if not None, is the last result of the preceding bucket's call; a new one is returned
+    after the members. This dependency fixes the order of the reductions in the backward pass.
 
     Members that a backward pass does not reach get no gradient instead of zeros, as optimizers with
     momentum or weight decay would change parameters with zero gradients.

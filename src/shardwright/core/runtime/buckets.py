@@ -155,7 +155,9 @@ class BoundBucket:
         # After a reduce-scatter, `sum_replicas` all-reduces the shards instead, as in HSDP.
         if self.replicas is not None and not self._has_reduce_scatter:
             return self._complete_if_complex(
-                _start_all_reduce(flat, self.replicas, owned=not self._is_flat_buffer_a_member)
+                _start_gradient_all_reduce(
+                    flat, self.replicas, in_place=not self._is_flat_buffer_a_member
+                )
             )
         return flat
 
@@ -165,7 +167,9 @@ class BoundBucket:
         if self.replicas is None or not self._has_reduce_scatter:
             return self._wait_for_collective(flat) if self._has_reduce_scatter else flat
         flat = self._wait_for_collective(flat)
-        return self._complete_if_complex(_start_all_reduce(flat, self.replicas, owned=True))
+        return self._complete_if_complex(
+            _start_gradient_all_reduce(flat, self.replicas, in_place=True)
+        )
 
     def shard_gradients(self, flat: Tensor) -> list[Tensor]:
         """Wait for the result of `sum_replicas`, and return the gradients of the local shards."""
@@ -228,17 +232,21 @@ class BoundBucket:
         # With the identity as permutation, the concatenated shards already are the full tensor.
         return len(self.sizes) == 1 and order == tuple(range(len(order)))
 
-    def _get_unsharded_member_shape(self, number: int) -> tuple[int, ...]:
-        member = self.bucket.members[number]
+    def _get_unsharded_member_shape(self, member_index: int) -> tuple[int, ...]:
+        member = self.bucket.members[member_index]
         return member.used_layout.shard_shape(member.value.shape)
 
-    def _join_member_blocks(self, number: int, piece: Tensor) -> Tensor:
-        """Return member `number` of the bucket, contiguous, from its gathered shards in `piece`, a
-        range of the flat buffer."""
-        blocks = _unflatten_last_dim(piece, self.shapes[number])
+    def _join_member_blocks(self, member_index: int, flat_shards: Tensor) -> Tensor:
+        """Return a member of the bucket as one contiguous unsharded tensor.
+
+        Args:
+            member_index: index of the member in the bucket.
+            flat_shards: the member's gathered shards, a range of the flat buffer.
+        """
+        blocks = _unflatten_last_dim(flat_shards, self.shapes[member_index])
         return (
-            blocks.permute(self._block_dim_permutations[number])
-            .reshape(self._get_unsharded_member_shape(number))
+            blocks.permute(self._block_dim_permutations[member_index])
+            .reshape(self._get_unsharded_member_shape(member_index))
             .contiguous()
         )
 
@@ -255,19 +263,19 @@ class BoundBucket:
         # One copy per gradient, directly into its blocks of the buffer; permuting and concatenating
         # would copy twice.
         flat = example.new_empty(*self._gather_group_sizes, self.numel)
-        for number, piece in enumerate(torch.split(flat, self.sizes, -1)):
+        for member_index, flat_shards in enumerate(torch.split(flat, self.sizes, -1)):
             gradient, order, shape = (
-                gradients[number],
-                self._block_dim_permutations[number],
-                self.shapes[number],
+                gradients[member_index],
+                self._block_dim_permutations[member_index],
+                self.shapes[member_index],
             )
             if gradient is None:
-                piece.zero_()
+                flat_shards.zero_()
                 continue
             sizes = (*self._gather_group_sizes, *shape)
             blocks = gradient.reshape([sizes[dim] for dim in order])
             inverse = [order.index(dim) for dim in range(len(order))]
-            _unflatten_last_dim(piece, shape).copy_(blocks.permute(inverse))
+            _unflatten_last_dim(flat_shards, shape).copy_(blocks.permute(inverse))
         return flat.view(-1)
 
 
@@ -285,21 +293,21 @@ def bind_bucket(bucket: Bucket, devices: Devices) -> BoundBucket:
     )
 
 
-def _unflatten_last_dim(piece: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Return a view of `piece` with the last dimension unflattened to `shape`."""
-    return piece.view(*piece.shape[:-1], *shape)
+def _unflatten_last_dim(flat: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return a view of `flat` whose last dimension is split into dimensions of `shape`."""
+    return flat.view(*flat.shape[:-1], *shape)
 
 
-def _start_all_reduce(flat: Tensor, group: Group, owned: bool) -> Tensor:
-    """Start a sum over `group`, in place if `owned`; return the pending result.
+def _start_gradient_all_reduce(flat: Tensor, group: Group, in_place: bool) -> Tensor:
+    """Start the all-reduce of a flat gradient, and return the pending result.
 
     Args:
         flat: this rank's flat gradient.
         group: the ranks over which gradients are summed.
-        owned: whether nothing else reads `flat`.
+        in_place: whether `flat` may be overwritten, as nothing else reads it.
     """
     # In place saves a buffer. Compiled graphs are functional; Inductor reuses buffers itself.
-    if owned and not is_compiling():
+    if in_place and not is_compiling():
         out: Tensor = c10d.all_reduce_(sendable(flat), "sum", group.name)
     else:
         out = c10d.all_reduce(sendable(flat), "sum", group.name)

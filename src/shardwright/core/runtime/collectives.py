@@ -313,37 +313,37 @@ def start_all_reduce(step: RedistributionStep, devices: Devices) -> BoundCollect
 
 
 def _bind_permute(step: RedistributionStep, devices: Devices) -> BoundCollective:
-    return _bind_block_permutation(step.permutation(), step.axes, devices)
+    return _bind_permutation(step.permutation(), step.axes, devices)
 
 
-def _bind_block_permutation(to: Sequence[int], axes: Axes, devices: Devices) -> BoundCollective:
+def _bind_permutation(targets: Sequence[int], axes: Axes, devices: Devices) -> BoundCollective:
     """Bind a permutation of shards: position i of the group over `axes`, in the order of the mesh,
-    sends its shard to position `to[i]`."""
-    group, send, receive = _send_and_receive_counts(to, axes, devices)
+    sends its shard to position `targets[i]`."""
+    group, send, receive = _get_send_and_receive_counts(targets, axes, devices)
     return BoundCollective(
         blocking(lambda x: exchange(x, send, receive, group)),
         blocking(lambda g: exchange(g, receive, send, group)),
     )
 
 
-def _send_and_receive_counts(
-    to: Sequence[int], axes: Axes, devices: Devices
+def _get_send_and_receive_counts(
+    targets: Sequence[int], axes: Axes, devices: Devices
 ) -> tuple[Group, list[Index], list[Index]]:
     """Return the group over `axes`, and for each rank of the group whether this rank sends to it,
     and receives from it (1 or 0).
 
     Args:
-        to: for each position in the group, the position of the rank to which it sends.
+        targets: for each position in the group, the position of the rank to which it sends.
         axes: the mesh axes of the group.
         devices: this rank's view of the devices.
     """
     # Sorted, because `to` counts positions in the order of the mesh, as the process group does.
     group = devices.group(tuple(sorted(axes)))
     # The collective's splits are numbers of rows: 1 for the one partner, 0 for other ranks.
-    sources = [to.index(position) for position in range(group.size)]
+    sources = [targets.index(position) for position in range(group.size)]
     # This rank sends to a position if it is the source of that position.
     send = [_make_position_indicator(devices, group, source) for source in sources]
-    return group, send, [_make_position_indicator(devices, group, target) for target in to]
+    return group, send, [_make_position_indicator(devices, group, target) for target in targets]
 
 
 def _bind_all_to_all_v(step: RedistributionStep, devices: Devices) -> BoundCollective:
@@ -429,12 +429,12 @@ def bound_reduction(devices: Devices, axes: Axes, operation: str, varying: bool)
         to = dict(zip(blocks, moved.get(operation, following), strict=True))
         target_of = {group.order[block]: group.order[to[block]] for block in blocks}
         targets = [target_of[position] for position in blocks]
-        permute = _bind_block_permutation(targets, axes, devices)
+        permute = _bind_permutation(targets, axes, devices)
         # Only a ring overlaps the exchange with computation, and needs its start apart from its
         # end.
         if operation != RING:
             return Reduce(permute, permute.forward.start, identity)
-        group, send, receive = _send_and_receive_counts(targets, axes, devices)
+        group, send, receive = _get_send_and_receive_counts(targets, axes, devices)
         return Reduce(
             permute,
             lambda x: start_exchange(x, send, receive, group),

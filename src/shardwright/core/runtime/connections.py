@@ -62,9 +62,9 @@ def _duplicate_sockets_of_process() -> Iterator[list[socket.socket]]:
             each.close()
 
 
-def _is_listening_socket(each: socket.socket) -> bool:
-    return bool(each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+def _is_listening_socket(connection: socket.socket) -> bool:
+    return bool(connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
 
 
-def _get_local_port(each: socket.socket) -> int:
-    return int(each.getsockname()[1])
+def _get_local_port(connection: socket.socket) -> int:
+    return int(connection.getsockname()[1])

@@ -347,7 +347,7 @@ def _create_subgroup(ranks: list[list[int]], device: torch.device) -> dist.Proce
     # NCCL splits a communicator at less cost than it creates one.
     if supports_split_group(world):
         return dist.split_group(world, ranks, timeout=world_timeout())
-    if sum(map(len, ranks)) == world.size() and _can_create_only_own_group(device):
+    if sum(map(len, ranks)) == world.size() and _can_create_groups_locally(device):
         # Each rank creates only its own group, instead of all groups one after another.
         own_ranks = next(each for each in ranks if world.rank() in each)
         return dist.new_group(own_ranks, timeout=world_timeout(), use_local_synchronization=True)  # type: ignore[no-any-return]
@@ -355,7 +355,7 @@ def _create_subgroup(ranks: list[list[int]], device: torch.device) -> dist.Proce
     return member  # type: ignore[no-any-return]
 
 
-def _can_create_only_own_group(device: torch.device) -> bool:
+def _can_create_groups_locally(device: torch.device) -> bool:
     """Whether each rank can create only its own group, with local synchronization.
 
     PyTorch names a group created with local synchronization by the number of groups that the rank

@@ -246,7 +246,7 @@ def from_placements(
     # From right to left, as the axes that shard a dimension before `axis` are to its right.
     for axis, placement in reversed(list(enumerate(placements))):
         if isinstance(placement, Shard | StridedShard):
-            dim = _nonnegative_dim(placement, ndim)
+            dim = _normalize_dim(placement, ndim)
             dims[dim] = _insert_axis_by_split_factor(dims[dim], axis, placement, layout)
         elif isinstance(placement, Partial) and placement.reduce_op == "sum":
             partial.add(axis)
@@ -259,7 +259,7 @@ def from_placements(
     return TensorLayout(layout, tuple(dims), frozenset(partial))
 
 
-def _nonnegative_dim(placement: Shard | StridedShard, ndim: int) -> int:
+def _normalize_dim(placement: Shard | StridedShard, ndim: int) -> int:
     dim = placement.dim
     if not -ndim <= dim < ndim:
         raise LayoutError(

@@ -73,8 +73,8 @@ class EqualReplicas:
 
 
 def result_digest(result: Tensor) -> Tensor:
-    """Return three sums of `result`: of elements, of absolute values, and of the first `_SAMPLE`
-    elements weighted by position; shape (3,), float64."""
+    """Return three sums of `result`: of elements, of absolute values, and of its first
+    65,536 elements weighted by position; shape (3,), float64."""
     values = torch.view_as_real(result) if result.is_complex() else result
     # NaN would compare unequal, and one-byte integers would overflow their sum.
     values = values.nan_to_num() if values.is_floating_point() else values.long()

@@ -41,10 +41,10 @@ class CheckedCustomOp:
         if returned != self.expected and not self._differs_only_by_float64(returned):
             raise CaptureError(
                 f"the fake implementation of `{self.function}` returns "
-                f"{_describe_results(self.expected, returned)}, but the operator returns "
-                f"{_describe_results(returned, self.expected)}\ncorrect the fake implementation "
-                "(`torch.library.register_fake`), so that it returns the shapes and dtypes of the "
-                "operator"
+                f"{_describe_shapes_or_dtypes(self.expected, returned)}, but the operator returns "
+                f"{_describe_shapes_or_dtypes(returned, self.expected)}\n"
+                "correct the fake implementation (`torch.library.register_fake`), so that it "
+                "returns the shapes and dtypes of the operator"
             )
         return result
 
@@ -63,8 +63,8 @@ class CheckedCustomOp:
         )
 
 
-def _describe_results(results: FakeResults, others: FakeResults) -> str:
-    """Return the shapes of `results` as text or, if `others` has equal shapes, the dtypes."""
+def _describe_shapes_or_dtypes(results: FakeResults, compared: FakeResults) -> str:
+    """Return the shapes of `results` as text or, if `compared` has equal shapes, the dtypes."""
     shapes = [str(shape) for shape, _ in results]
-    differ = shapes != [str(shape) for shape, _ in others]
+    differ = shapes != [str(shape) for shape, _ in compared]
     return " and ".join(shapes if differ else [str(dtype) for _, dtype in results])

@@ -188,5 +188,5 @@ def _write_full_tensor_to_shards(tensor: DTensor, full: Tensor) -> None:
 
 
 _NEUTRAL_NUMBERS = {"sum": 0, "product": 1}
-"""Number that does not change a reduction, by the name of the reduction. Of equal values on all
-ranks, the others (`avg`, `max`, `min`) give the value."""
+"""Neutral elements of reductions, by the name of the reduction in `Partial`. `avg`, `max` and `min`
+need none: they reduce equal values on all ranks to that value."""

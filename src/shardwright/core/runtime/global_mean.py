@@ -30,7 +30,7 @@ def global_mean(total: Tensor, count: Tensor | float) -> Tensor:
         of `total`; NaN if the counts of all ranks are 0.
     """
     if not has_other_ranks():
-        return (total.to(_accumulation_dtype(total)) / count).to(total.dtype)
+        return (total.to(_get_accumulation_dtype(total)) / count).to(total.dtype)
     mean: Tensor = _GlobalMeanFunction.apply(total, torch.as_tensor(count))  # type: ignore[no-untyped-call]
     return mean
 
@@ -38,7 +38,7 @@ def global_mean(total: Tensor, count: Tensor | float) -> Tensor:
 class _GlobalMeanFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, total: Tensor, count: Tensor) -> Tensor:
-        dtype = _accumulation_dtype(total)
+        dtype = _get_accumulation_dtype(total)
         # One collective for sum and count.
         addends = total.detach().reshape(-1), count.to(total.device).reshape(1)
         sums = torch.cat([tensor.to(dtype) for tensor in addends])
@@ -53,7 +53,7 @@ class _GlobalMeanFunction(torch.autograd.Function):
         return (gradient.to(ctx.factor.dtype) * ctx.factor).to(gradient.dtype), None
 
 
-def _accumulation_dtype(total: Tensor) -> torch.dtype:
+def _get_accumulation_dtype(total: Tensor) -> torch.dtype:
     """Return the dtype in which sums and counts are divided: at least float32."""
     # In float16 a count above 65,504 is infinite, and bfloat16 rounds counts above 256.
     return torch.promote_types(total.dtype, torch.float32)

@@ -59,7 +59,7 @@ def micro_batch(
         if dim is not None:
             rows, remainder = divmod(leaf.shape[dim], count)
             if remainder:
-                divisors = [str(each) for each in _divisors(leaf.shape[dim])]
+                divisors = [str(each) for each in _list_divisors(leaf.shape[dim])]
                 valid = ", ".join(divisors[:12] + ["…"] * (len(divisors) > 12))
                 raise PlanError(
                     f"a batch of {leaf.shape[dim]} samples cannot be split into {count} equal"
@@ -109,7 +109,7 @@ def num_micro_batches_of_call(
 
 def valid_num_micro_batches(leaves: Sequence[Any], dims: SampleDims | None = None) -> list[int]:
     """Return the valid numbers of micro-batches of a call: the divisors of its batch size."""
-    return _divisors(_get_batch_size(leaves, dims))
+    return _list_divisors(_get_batch_size(leaves, dims))
 
 
 def _get_batch_size(leaves: Sequence[Any], dims: SampleDims | None = None) -> int:
@@ -118,11 +118,11 @@ def _get_batch_size(leaves: Sequence[Any], dims: SampleDims | None = None) -> in
     return next((leaf.shape[dim] for leaf, dim in pairs if dim is not None), 1)
 
 
-def _divisors(number: int) -> list[int]:
+def _list_divisors(batch_size: int) -> list[int]:
     # Each divisor above the root is the counterpart of one below.
-    small = [n for n in range(1, isqrt(number) + 1) if number % n == 0]
+    small = [n for n in range(1, isqrt(batch_size) + 1) if batch_size % n == 0]
     # A set, because the root of a square is its own counterpart.
-    return sorted({*small, *(number // n for n in small)})
+    return sorted({*small, *(batch_size // n for n in small)})
 
 
 def global_leaves(

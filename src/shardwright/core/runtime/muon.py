@@ -133,7 +133,7 @@ def _update_shards_of_matrices(
         update = local_grad.lerp(local_buffer, momentum) if nesterov else local_buffer
         assert isinstance(param, DTensor)
         owners = _find_ranks_of_matrix(
-            *(param.device_mesh, _get_placements(param), tuple(param.shape), _default_group())
+            *(param.device_mesh, _get_placements(param), tuple(param.shape), _get_default_group())
         )
         # `torch.optim.Muon` orthogonalizes in bfloat16, so sending float32 would only double the
         # bytes.
@@ -248,13 +248,13 @@ def _find_ranks_of_matrix(
     )
     # A process group orders its ranks by number. Along the axes of a mesh numbers may decrease.
     slices = tuple(
-        layout.slices(_position_in_mesh(coordinates[rank], sizes), shape)
+        layout.slices(_compute_mesh_position(coordinates[rank], sizes), shape)
         for rank in dist.get_process_group_ranks(group)
     )
     return _MatrixRanks(group, dist.get_group_rank(group, dist.get_rank()), slices)
 
 
-def _position_in_mesh(coordinate: tuple[int, ...], sizes: tuple[int, ...]) -> int:
+def _compute_mesh_position(coordinate: tuple[int, ...], sizes: tuple[int, ...]) -> int:
     return sum(c * prod(sizes[dim + 1 :]) for dim, c in enumerate(coordinate))
 
 
@@ -270,7 +270,7 @@ def _create_process_group(ranks: tuple[int, ...], world: dist.ProcessGroup) -> d
     return group
 
 
-def _default_group() -> dist.ProcessGroup:
+def _get_default_group() -> dist.ProcessGroup:
     group = dist.group.WORLD
     assert group is not None
     return group

@@ -43,16 +43,16 @@ def move_hooks(stored: Tensor, parameter: Tensor, shard: Shard) -> None:
             register(_convert_hook_for_shards(hooks, number, shard))  # type: ignore[no-untyped-call]
 
 
-def _convert_hook_for_shards(hooks: Mapping[int, Hook], number: int, shard: Shard) -> Hook:
+def _convert_hook_for_shards(hooks: Mapping[int, Hook], hook_id: int, shard: Shard) -> Hook:
     def converted(tensor: Tensor) -> Tensor | None:
         # The user has removed the hook through its handle, which refers to the original parameter.
-        if number not in hooks:
+        if hook_id not in hooks:
             return None
         # Post-accumulation hooks get the parameter, a leaf; gradient hooks get the gradient.
         if tensor.is_leaf or not isinstance(tensor, DTensor):
-            result: Tensor | None = hooks[number](tensor)
+            result: Tensor | None = hooks[hook_id](tensor)
             return result
-        result = hooks[number](tensor.full_tensor())
+        result = hooks[hook_id](tensor.full_tensor())
         return None if result is None else shard(result)
 
     return converted

@@ -97,11 +97,11 @@ class StopSignals:
         rank_plus_1, number = divmod(int(box), base)
         return None if number == 0 else (rank_plus_1 - 1, signal.Signals(number))
 
-    def _record_signal(self, number: int, frame: FrameType | None) -> None:
+    def _record_signal(self, signal_number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if self._received is None:
-            self._received, self._received_at = number, now
+            self._received, self._received_at = signal_number, now
         elif now - self._received_at > REPEAT_SECONDS:
             # Restores the earlier handlers, so that the signal ends a run that hangs.
             self.__exit__(None, None, None)
-            signal.raise_signal(number)
+            signal.raise_signal(signal_number)
