@@ -110,7 +110,7 @@ def dataloader(
         DataError: if the dataset is not map-style, has fewer samples than a batch, or a batch
             cannot be sharded as planned; during iteration, if samples of a batch differ in shape.
     """
-    samples = _num_samples(dataset)
+    samples = _count_samples(dataset)
     if not samples:
         raise DataError(
             f"{type(dataset).__name__} is empty: it has no samples\npass a dataset with samples for"
@@ -133,7 +133,7 @@ def dataloader(
     return PlannedLoader(dataset, sampler, options)
 
 
-def _num_samples(dataset: Any) -> int:
+def _count_samples(dataset: Any) -> int:
     """Return the number of samples of a dataset.
 
     Raises:

@@ -29,7 +29,7 @@ def checksum_file(path: Path) -> Path:
 
 def write_checksum(path: Path) -> None:
     """Write the checksums of a complete file beside it."""
-    write_text(checksum_file(path), _checksum_text(path))
+    write_text(checksum_file(path), _compute_checksum_text(path))
 
 
 def publish_with_checksum(partial: Path, path: Path) -> None:
@@ -41,7 +41,7 @@ def publish_with_checksum(partial: Path, path: Path) -> None:
     # Everything is on the disk before the first of the two names changes.
     checksums = checksum_file(partial)
     try:
-        write_text(checksums, _checksum_text(partial))
+        write_text(checksums, _compute_checksum_text(partial))
         partial.replace(path)
         checksums.replace(checksum_file(path))
     finally:
@@ -49,7 +49,7 @@ def publish_with_checksum(partial: Path, path: Path) -> None:
         checksums.unlink(missing_ok=True)
 
 
-def _checksum_text(path: Path) -> str:
+def _compute_checksum_text(path: Path) -> str:
     blocks = []
     with path.open("rb") as file:
         # Block by block, so that a file need not fit into memory.
@@ -112,7 +112,7 @@ class CheckedFile:
         # Before any block is read, since the size alone shows a truncated file.
         if path.stat().st_size != checksums.size:
             problem = f"it has {path.stat().st_size} bytes, not {checksums.size}"
-            raise file._checksum_error(problem)
+            raise file._make_checksum_error(problem)
         return file
 
     def verify(self, start: int = 0, end: int | None = None) -> None:
@@ -131,7 +131,7 @@ class CheckedFile:
             crc32 = zlib.crc32(self._map_file[first : first + checksums.block])
             if crc32 != checksums.crc32[number]:
                 problem = f"the checksum of the bytes from {first} on differs"
-                raise self._checksum_error(problem)
+                raise self._make_checksum_error(problem)
             self._verified_block_numbers.add(number)
 
     @cached_property
@@ -144,7 +144,7 @@ class CheckedFile:
         with self.path.open("rb") as file:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
-    def _checksum_error(self, reason: str) -> Exception:
+    def _make_checksum_error(self, reason: str) -> Exception:
         checksum_path = checksum_file(self.path).name
         return self.error_type(
             f"{self.path} is damaged: {reason}\n"

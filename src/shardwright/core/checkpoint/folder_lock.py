@@ -126,7 +126,7 @@ def _acquire_lock(path: Path) -> int | None:
             holder = os.pread(file, 1000, 0).decode(errors="replace")
             os.close(file)
             # A rank of a launcher that has locked the folder for all its ranks.
-            if holder.startswith((_process_id_text(os.getpid()), _process_id_text(os.getppid()))):
+            if holder.startswith((_format_lock_text(os.getpid()), _format_lock_text(os.getppid()))):
                 return None
             # The holder may be about to exit, such as a run that is restarted.
             if time.monotonic() > deadline:
@@ -151,7 +151,7 @@ def _acquire_lock(path: Path) -> int | None:
         if _is_open_file_at(path, file):
             os.truncate(file, 0)
             date = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-            os.write(file, f"{_process_id_text(os.getpid())}{date}".encode())
+            os.write(file, f"{_format_lock_text(os.getpid())}{date}".encode())
             return file
         os.close(file)
 
@@ -165,6 +165,6 @@ def _is_open_file_at(path: Path, file: int) -> bool:
         return False
 
 
-def _process_id_text(pid: int) -> str:
+def _format_lock_text(pid: int) -> str:
     """Return the text of a lock file of process `pid`, without the date at the end."""
     return f"process {pid} on {socket.gethostname()} since "

@@ -117,7 +117,7 @@ class CheckpointInfo:
             version = content.pop("version")
         # Damaged bytes may still be JSON, of any structure.
         except (OSError, ValueError, KeyError, TypeError, AttributeError, CheckpointError) as error:
-            raise _damage_error(path, error) from None
+            raise _make_damage_error(path, error) from None
         # Before the entries are checked, as another version may have other entries.
         if version not in (1, VERSION):
             raise CheckpointError(
@@ -129,11 +129,11 @@ class CheckpointInfo:
             # Only strict JSON refuses strings as integers, which may have any number of digits.
             info = TypeAdapter(CheckpointInfo).validate_json(json.dumps(content), strict=True)
         except ValidationError as error:
-            raise _damage_error(path, error) from None
+            raise _make_damage_error(path, error) from None
         # A path instead of a name would make the run read files outside of the checkpoint.
         for name in info.files:
             if not is_plain_name(name):
-                raise _damage_error(path, ValueError(f"{name!r} is not the name of a file"))
+                raise _make_damage_error(path, ValueError(f"{name!r} is not the name of a file"))
         return info
 
 
@@ -176,11 +176,11 @@ def find_damage(folder: Path, files: Iterable[tuple[str, FileChecksum]]) -> str 
         intact.
     """
     with ThreadPoolExecutor(_VERIFYING_THREADS) as pool:
-        problems = pool.map(lambda file: _damaged_file_message(folder / file[0], file[1]), files)
+        problems = pool.map(lambda file: _describe_file_damage(folder / file[0], file[1]), files)
         return next((problem for problem in problems if problem is not None), None)
 
 
-def _damaged_file_message(path: Path, checksum: FileChecksum) -> str | None:
+def _describe_file_damage(path: Path, checksum: FileChecksum) -> str | None:
     crc32, block = 0, memoryview(bytearray(_BLOCK_BYTES))
     try:
         with open_regular_file(path) as file:
@@ -191,7 +191,7 @@ def _damaged_file_message(path: Path, checksum: FileChecksum) -> str | None:
             while count := file.raw.readinto(block):
                 crc32 = zlib.crc32(block[:count], crc32)
     except OSError as error:
-        return str(_damage_error(path, error))
+        return str(_make_damage_error(path, error))
     return None if crc32 == checksum.crc32 else f"{path} is damaged: its checksum does not match"
 
 
@@ -220,7 +220,7 @@ def _read_entries(path: Path) -> dict[str, Any]:
     return content
 
 
-def _damage_error(path: Path, error: Exception) -> DamagedCheckpointError:
+def _make_damage_error(path: Path, error: Exception) -> DamagedCheckpointError:
     missing = isinstance(error, FileNotFoundError)
     # The second line of a message is its remedy, here the inner error's.
     reason = str(error).partition("\n")[0]

@@ -50,7 +50,7 @@ def match_saved_names(
         CheckpointError: for the first name or shape that differs.
     """
     first = first_names(net)
-    saved_name_of = _saved_name_by_model_name(first, saved)
+    saved_name_of = _map_model_names_to_saved(first, saved)
     state = original_module(net).state_dict()
     tensors = {first[name]: value for name, value in state.items() if isinstance(value, Tensor)}
     # A checkpoint with any adapter must have all of them; only one without is the model's base
@@ -93,10 +93,10 @@ def unsaved_trained_names(net: nn.Module, saved: Iterable[str]) -> set[str]:
     """
     first = first_names(net)
     frozen = {first[name] for name, p in net.named_parameters() if not p.requires_grad}
-    return set(first.values()) - frozen - _saved_name_by_model_name(first, saved).keys()
+    return set(first.values()) - frozen - _map_model_names_to_saved(first, saved).keys()
 
 
-def _saved_name_by_model_name(first: dict[str, str], saved: Iterable[str]) -> dict[str, str]:
+def _map_model_names_to_saved(first: dict[str, str], saved: Iterable[str]) -> dict[str, str]:
     """Map parameter names in the model to saved names. Saved names that the model lacks map to
     themselves.
 

@@ -25,7 +25,7 @@ def local_batch(plan: Plan, rank: int, batch: Sequence[Tensor]) -> tuple[Tensor,
         DataError: if the number of tensors differs from the number of model inputs, or a tensor
             cannot be sharded as required by the plan's `dataset_strategy`.
     """
-    inputs = _input_layouts(plan)
+    inputs = _get_input_layouts(plan)
     if len(batch) != len(inputs):
         raise DataError(
             f"the batch has {len(batch)} tensors, but the model has {len(inputs)} inputs:"
@@ -92,7 +92,7 @@ class BatchSampler(Sampler[list[int]]):
             )
         self.samples, self.batch_size = samples, batch_size
         self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
-        self._layout = _batch_layout(plan)
+        self._layout = _get_batch_layout(plan)
         # All stages of a pipeline have the same device matrix, and read the same samples.
         self._rank_in_mesh = rank % plan.mesh.num_devices
         if samples < batch_size:
@@ -153,7 +153,7 @@ class BatchSampler(Sampler[list[int]]):
             )
 
 
-def _input_layouts(plan: Plan) -> list[tuple[str, TensorLayout]]:
+def _get_input_layouts(plan: Plan) -> list[tuple[str, TensorLayout]]:
     """Return the name of each tensor input, and the layout in which ranks pass the input."""
     tensors = [leaf for leaf in plan.inputs if isinstance(leaf, dict)]
     return [
@@ -165,7 +165,7 @@ def _input_layouts(plan: Plan) -> list[tuple[str, TensorLayout]]:
     ]
 
 
-def _batch_layout(plan: Plan) -> TensorLayout:
+def _get_batch_layout(plan: Plan) -> TensorLayout:
     """Return the layout of the batch dimension, common to all inputs that have one.
 
     Raises:
@@ -174,7 +174,7 @@ def _batch_layout(plan: Plan) -> TensorLayout:
     batched = [leaf for leaf in plan.inputs if isinstance(leaf, dict) and leaf["shape"]]
     # Only inputs of the same size of dimension 0 as the first input have the batch dimension.
     names = [leaf["name"] for leaf in batched if leaf["shape"][0] == batched[0]["shape"][0]]
-    axes = {layout.axes[0] for name, layout in _input_layouts(plan) if name in names}
+    axes = {layout.axes[0] for name, layout in _get_input_layouts(plan) if name in names}
     if len(axes) != 1:
         raise DataError(
             f"dataset_strategy shards the inputs {', '.join(names)} differently along the batch, so"

@@ -50,7 +50,7 @@ def optimizer_tensors(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
             not a tensor.
     """
     tensors = {}
-    for _, name, parameter in _optimizer_parameters(net, optimizer):
+    for _, name, parameter in _iterate_optimizer_parameters(net, optimizer):
         for key, value in optimizer.state.get(parameter, {}).items():
             # None stands for an entry that the optimizer does not use.
             if value is None:
@@ -128,7 +128,7 @@ def allocate_optimizer_state(
             # Names of parameters contain dots, keys of the state do not.
             keys_of_parameter.setdefault(suffix.rpartition(".")[0], []).append(key)
     tensors = {}
-    for _, name, parameter in _optimizer_parameters(net, optimizer):
+    for _, name, parameter in _iterate_optimizer_parameters(net, optimizer):
         for key in keys_of_parameter.get(name, ()):
             size, dtype = saved[key].size, saved[key].properties.dtype
             is_sharded = size == parameter.shape
@@ -170,17 +170,15 @@ def restore_optimizer(
     # `Optimizer.load_state_dict` identifies parameters by their index.
     state = {
         index: state_of_parameter[name]
-        for index, name, _ in _optimizer_parameters(net, optimizer)
+        for index, name, _ in _iterate_optimizer_parameters(net, optimizer)
         if name in state_of_parameter
     }
     current = optimizer.state_dict()["param_groups"]
-    restored = (
-        current if groups is None else _groups_with_saved_settings(optimizer, current, groups)
-    )
+    restored = current if groups is None else _restore_group_settings(optimizer, current, groups)
     optimizer.load_state_dict({"state": state, "param_groups": restored})
 
 
-def _groups_with_saved_settings(
+def _restore_group_settings(
     optimizer: torch.optim.Optimizer, current: list[dict[str, Any]], saved: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
     """Return the current parameter groups with saved settings, and warn about changed settings.
@@ -244,7 +242,7 @@ def device_of(net: nn.Module) -> torch.device:
     return next((p.device for p in net.parameters()), torch.device("cpu"))
 
 
-def _optimizer_parameters(
+def _iterate_optimizer_parameters(
     net: nn.Module, optimizer: torch.optim.Optimizer
 ) -> Iterator[tuple[int, str, nn.Parameter]]:
     """Yield (index in the optimizer, first name, tensor) of each parameter of the optimizer.

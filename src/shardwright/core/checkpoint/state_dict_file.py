@@ -170,7 +170,7 @@ def load_state_dict(net: nn.Module, path: str | Path) -> None:
             " `save_pretrained` of transformers has written"
         )
     # Otherwise a folder that was downloaded in part would look like another model.
-    for file in (*_files_in_index(path), *_files_of_numbered_series(files)):
+    for file in (*_list_files_in_index(path), *_iterate_numbered_series(files)):
         if not file.is_file():
             raise CheckpointError(
                 f"{file} is missing, but other files of the folder refer to it\n"
@@ -195,7 +195,7 @@ def load_state_dict(net: nn.Module, path: str | Path) -> None:
                 detached_local(tensor).copy_(local_part_of(saved[names[name]], tensor))
 
 
-def _files_in_index(folder: Path) -> list[Path]:
+def _list_files_in_index(folder: Path) -> list[Path]:
     """Return the files listed in `model.safetensors.index.json`; empty if the folder has no
     index."""
     index = folder / "model.safetensors.index.json"
@@ -209,7 +209,7 @@ def _files_in_index(folder: Path) -> list[Path]:
     return [folder / str(name) for name in sorted(names, key=str)]
 
 
-def _files_of_numbered_series(files: Sequence[Path]) -> Iterator[Path]:
+def _iterate_numbered_series(files: Sequence[Path]) -> Iterator[Path]:
     """Yield all files of the numbered series, such as `-00001-of-00006`, to which `files`
     belong."""
     for file in files:
