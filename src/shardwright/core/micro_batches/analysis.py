@@ -59,13 +59,13 @@ def graph_of_micro_batch(flow: SampleFlow) -> Graph:
     return flow.result.result(SUM if state == SUM else AVERAGE, outputs)
 
 
-def _determine_output_states(flow: SampleFlow, op: Op, on_path: bool) -> None:
+def _determine_output_states(flow: SampleFlow, op: Op, affects_loss: bool) -> None:
     """Determine the states of an operator's outputs from the states of its inputs.
 
     Args:
         flow: the states determined so far, updated in place.
         op: an operator in the graph of the global batch.
-        on_path: whether the loss depends on the outputs of `op`.
+        affects_loss: whether the loss depends on the outputs of `op`.
 
     Raises:
         UnsplittableError: if the loss depends on `op`, which cannot run on micro-batches.
@@ -81,7 +81,7 @@ def _determine_output_states(flow: SampleFlow, op: Op, on_path: bool) -> None:
         states = _infer_output_states(flow, op, free)
     except UnsplittableError:
         # Free operators may mix samples: the prologue computes them for the global batch.
-        if not free and on_path:
+        if not free and affects_loss:
             raise
         states = [WHOLE if free else UNKNOWN] * len(op.outputs)
         flow.outside.update(op.outputs if free else ())

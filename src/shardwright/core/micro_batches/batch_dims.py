@@ -169,7 +169,7 @@ class JoinedDims:
             node = following
         return root
 
-    def _merge_dim_groups(self, first: object, other: object) -> None:
-        first, other = self.root_of_group(first), self.root_of_group(other)
-        if first != other:
-            self._parent[first] = other
+    def _merge_dim_groups(self, first: object, second: object) -> None:
+        first, second = self.root_of_group(first), self.root_of_group(second)
+        if first != second:
+            self._parent[first] = second

@@ -131,9 +131,9 @@ class _GraphInterpolation:
 
     def __init__(self, a: Graph, b: Graph, rows_a: int, rows_b: int, rows: int) -> None:
         self._a, self._b = a, b
-        self._rows_a, self._rows_b, self._find_batch_sizes = rows_a, rows_b, rows
+        self._rows_a, self._rows_b, self._rows = rows_a, rows_b, rows
         self._values: dict[Value, tuple[Value, Value]] = {}
-        """(value of graph `b`, value of the derived graph), by the matching value of graph `a`."""
+        """Matching value of graph `b`, and value of the derived graph, by value of graph `a`."""
 
     def graph(self) -> Graph:
         """Return the graph derived for the batch size `rows`.
@@ -165,88 +165,93 @@ class _GraphInterpolation:
         }
         return replace(a, ops=ops, inputs=inputs, capture_seconds=0.0, **derived)
 
-    def _pair_equal_values(self, values: Sequence[Value], others: Sequence[Value]) -> None:
+    def _pair_equal_values(self, values_a: Sequence[Value], values_b: Sequence[Value]) -> None:
         """Pair equal values of the two graphs, which the derived graph contains unchanged."""
-        if len(values) != len(others):
+        if len(values_a) != len(values_b):
             raise NotInterpolableError
-        for value, other in zip(values, others, strict=True):
+        for value_a, value_b in zip(values_a, values_b, strict=True):
             if (
-                _get_non_shape_fields(value) != _get_non_shape_fields(other)
-                or value.shape != other.shape
+                _get_non_shape_fields(value_a) != _get_non_shape_fields(value_b)
+                or value_a.shape != value_b.shape
             ):
                 raise NotInterpolableError
-            self._values[value] = other, value
+            self._values[value_a] = value_b, value_a
 
-    def _interpolate_inputs(self, leaves: Sequence[Any], others: Sequence[Any]) -> tuple[Any, ...]:
-        if len(leaves) != len(others):
+    def _interpolate_inputs(
+        self, leaves_a: Sequence[Any], leaves_b: Sequence[Any]
+    ) -> tuple[Any, ...]:
+        if len(leaves_a) != len(leaves_b):
             raise NotInterpolableError
-        for leaf, other in zip(leaves, others, strict=True):
-            if isinstance(leaf, Value) and isinstance(other, Value):
+        for leaf_a, leaf_b in zip(leaves_a, leaves_b, strict=True):
+            if isinstance(leaf_a, Value) and isinstance(leaf_b, Value):
                 # First, so that the next line finds the values; the inputs of a call may be nested.
-                self._interpolate_value(leaf, other)
-        return tuple(map(self._interpolate_argument, leaves, others))
+                self._interpolate_value(leaf_a, leaf_b)
+        return tuple(map(self._interpolate_argument, leaves_a, leaves_b))
 
-    def _interpolate_value(self, value: Value, other: Value) -> Value:
+    def _interpolate_value(self, value_a: Value, value_b: Value) -> Value:
         """Pair two matching values of different size, and return the value of the derived graph."""
-        if _get_non_shape_fields(value) != _get_non_shape_fields(other) or len(value.shape) != len(
-            other.shape
-        ):
+        if _get_non_shape_fields(value_a) != _get_non_shape_fields(value_b) or len(
+            value_a.shape
+        ) != len(value_b.shape):
             raise NotInterpolableError
-        made = replace(value, shape=tuple(map(self._interpolate_number, value.shape, other.shape)))
-        self._values[value] = other, made
+        made = replace(
+            value_a, shape=tuple(map(self._interpolate_size, value_a.shape, value_b.shape))
+        )
+        self._values[value_a] = value_b, made
         return made
 
-    def _interpolate_op(self, op: Op, other: Op) -> Op:
+    def _interpolate_op(self, op_a: Op, op_b: Op) -> Op:
         facts = ("name", "target", "module", "source", "flattened", "calls")
-        if any(getattr(op, name) != getattr(other, name) for name in facts):
+        if any(getattr(op_a, name) != getattr(op_b, name) for name in facts):
             raise NotInterpolableError
-        if len(op.outputs) != len(other.outputs):
+        if len(op_a.outputs) != len(op_b.outputs):
             raise NotInterpolableError
         args, kwargs = (
-            self._interpolate_argument(op.args, other.args),
-            self._interpolate_argument(op.kwargs, other.kwargs),
+            self._interpolate_argument(op_a.args, op_b.args),
+            self._interpolate_argument(op_a.kwargs, op_b.kwargs),
         )
-        outputs = tuple(map(self._interpolate_value, op.outputs, other.outputs))
-        return replace(op, args=args, kwargs=kwargs, outputs=outputs)
+        outputs = tuple(map(self._interpolate_value, op_a.outputs, op_b.outputs))
+        return replace(op_a, args=args, kwargs=kwargs, outputs=outputs)
 
-    def _interpolate_argument(self, argument: Any, other: Any) -> Any:
+    def _interpolate_argument(self, argument_a: Any, argument_b: Any) -> Any:
         """Return an argument of the derived graph, given the matching argument of each graph."""
-        if isinstance(argument, Value):
+        if isinstance(argument_a, Value):
             # The graphs must agree in which value is read, not only in its shape.
-            if argument not in self._values or self._values[argument][0] is not other:
+            if argument_a not in self._values or self._values[argument_a][0] is not argument_b:
                 raise NotInterpolableError
-            return self._values[argument][1]
-        if type(argument) is not type(other):
+            return self._values[argument_a][1]
+        if type(argument_a) is not type(argument_b):
             raise NotInterpolableError
-        if isinstance(argument, (list, tuple)):
-            if len(argument) != len(other):
+        if isinstance(argument_a, (list, tuple)):
+            if len(argument_a) != len(argument_b):
                 raise NotInterpolableError
-            items = map(self._interpolate_argument, argument, other)
-            return list(items) if isinstance(argument, list) else tuple(items)
-        if isinstance(argument, dict):
-            if argument.keys() != other.keys():
+            items = map(self._interpolate_argument, argument_a, argument_b)
+            return list(items) if isinstance(argument_a, list) else tuple(items)
+        if isinstance(argument_a, dict):
+            if argument_a.keys() != argument_b.keys():
                 raise NotInterpolableError
             return {
-                key: self._interpolate_argument(item, other[key]) for key, item in argument.items()
+                key: self._interpolate_argument(item, argument_b[key])
+                for key, item in argument_a.items()
             }
         # `type` and not `isinstance`, as a bool is no size.
-        if type(argument) is int:
-            return self._interpolate_number(argument, other)
+        if type(argument_a) is int:
+            return self._interpolate_size(argument_a, argument_b)
         # By identity first, as NaN is not equal to itself.
-        if argument is not other and argument != other:
+        if argument_a is not argument_b and argument_a != argument_b:
             raise NotInterpolableError
-        return argument
+        return argument_a
 
-    def _interpolate_number(self, number: int, other: int) -> int:
-        if number == other:
-            return number
+    def _interpolate_size(self, size_a: int, size_b: int) -> int:
+        if size_a == size_b:
+            return size_a
         # The line through two points; in integers, so that a derived size is exact or refused.
-        slope, remainder = divmod(number - other, self._rows_a - self._rows_b)
-        fixed = number - slope * self._rows_a
+        slope, remainder = divmod(size_a - size_b, self._rows_a - self._rows_b)
+        fixed = size_a - slope * self._rows_a
         # A negative fixed part is a sign of a number that grows faster than the batch.
         if remainder or fixed < 0:
             raise NotInterpolableError
-        return fixed + slope * self._find_batch_sizes
+        return fixed + slope * self._rows
 
 
 def _get_non_shape_fields(value: Value) -> tuple[object, ...]:

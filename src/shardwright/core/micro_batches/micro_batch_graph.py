@@ -209,17 +209,17 @@ class MicroBatchGraph:
             mean = self._insert_op_after(op, aten.to.dtype, (mean, dtype), mean, dtype, "mean_cast")
         self.replaced[op.output] = mean
 
-    def _add_replacement(self, op: Op, made: Op) -> Op:
+    def _add_replacement(self, op: Op, replacement: Op) -> Op:
         # New values, as values are compared by identity: readers refer to the replacement
         # explicitly.
         outputs = tuple(replace(value) for value in self.pair.ops[op].outputs)
-        made = replace(made, outputs=outputs)
+        replacement = replace(replacement, outputs=outputs)
         emitted = self._ops.setdefault(op, [])
         # The last replacement of an operator wins.
-        emitted[:] = [each for each in emitted if each.name != made.name]
-        emitted.append(made)
+        emitted[:] = [each for each in emitted if each.name != replacement.name]
+        emitted.append(replacement)
         self.replaced.update(zip(op.outputs, outputs, strict=True))
-        return made
+        return replacement
 
     def _insert_op_after(
         self,

@@ -292,33 +292,33 @@ def different_operator(graph: Graph, larger: Graph) -> tuple[Op, str] | None:
     return None
 
 
-def _find_size_arguments(op: Op, other: Op) -> frozenset[str]:
+def _find_size_arguments(op: Op, matching_op: Op) -> frozenset[str]:
     """Return the names of arguments that determine the shapes of the results of `op`, and so may
     differ between batch sizes.
 
     Args:
         op: an operator in the graph of the global batch.
-        other: the matching operator in the graph of another batch size.
+        matching_op: the matching operator in the graph of another batch size.
     """
     # The names of sizes are those of PyTorch; an argument of a custom operator may mean anything.
     if not isinstance(op.target, OpOverload) or op.target.namespace not in ("aten", "shardwright"):
         return frozenset()
-    if op.short_name == "arange" and op.output.shape != other.output.shape:
+    if op.short_name == "arange" and op.output.shape != matching_op.output.shape:
         return SIZES | {"end"}
     # `end` is a size only where the result grows with it, as in `x[: len(y)]`.
     if op.short_name == "slice":
-        sizes = [each.output.shape[call_arguments(each)["dim"]] for each in (op, other)]
+        sizes = [each.output.shape[call_arguments(each)["dim"]] for each in (op, matching_op)]
         if sizes[0] != sizes[1]:
             return SIZES | {"end"}
     return SIZES
 
 
-def _have_equal_arguments_except_numbers(op: Op, other: Op) -> bool:
+def _have_equal_arguments_except_numbers(op: Op, matching_op: Op) -> bool:
     """Whether two matching operators have equal arguments apart from tensors, numbers and sizes."""
-    arguments, others = call_arguments(op), call_arguments(other)
+    arguments, others = call_arguments(op), call_arguments(matching_op)
     if arguments.keys() != others.keys():
         return False
-    sizes = _find_size_arguments(op, other)
+    sizes = _find_size_arguments(op, matching_op)
     # The first element of a range may not depend on the batch size where the last one does.
     fixed = ("start", "step") if "end" in sizes else ()
     if any(arguments.get(name) != others.get(name) for name in fixed):

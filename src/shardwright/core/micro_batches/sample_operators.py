@@ -113,8 +113,8 @@ def states_from_sample_inputs(flow: SampleFlow, op: Op) -> list[SampleState]:
     ]
 
 
-def _explain_unsplittable_op(flow: SampleFlow, op: Op, why: str) -> str:
-    """Return the reason why `op` cannot be split: specific to the type of `op`, else `why`."""
+def _explain_unsplittable_op(flow: SampleFlow, op: Op, default_reason: str) -> str:
+    """Return why `op` cannot run on micro-batches: by the type of `op`, else `default_reason`."""
     if flow.keeps_statistics(op):
         return "the operator normalizes samples that are not in its dimension 0"
     if op.short_name in DIVISIONS:
@@ -125,7 +125,9 @@ def _explain_unsplittable_op(flow: SampleFlow, op: Op, why: str) -> str:
         return RESHAPED
     if isinstance(op.target, LocalCall) and isinstance(op.target.body, AppliedFunction):
         return AUTOGRAD_FUNCTION
-    return use_of_statistics(op) if takes_statistics(op) else RAGGED.get(op.short_name, why)
+    return (
+        use_of_statistics(op) if takes_statistics(op) else RAGGED.get(op.short_name, default_reason)
+    )
 
 
 def _find_batch_dim_factor(flow: SampleFlow, op: Op, rule: ShardingRule) -> tuple[str | None, str]:
