@@ -91,11 +91,11 @@ def loads_metadata(content: bytes) -> Metadata:
         # Other entries are of objects that DCP has pickled, which are not loaded.
         if _check_type(entry, _PickledObject).name != "TensorStorageMetadata":
             continue
-        tensors[_check_type(key, str)] = _to_tensor_metadata(entry, chunk_ids)
-    return Metadata(tensors, storage_data=_to_chunk_locations(storage, tensors))
+        tensors[_check_type(key, str)] = _convert_tensor_metadata(entry, chunk_ids)
+    return Metadata(tensors, storage_data=_convert_chunk_locations(storage, tensors))
 
 
-def _to_chunk_locations(
+def _convert_chunk_locations(
     storage: Mapping[Any, Any], tensors: Mapping[str, TensorStorageMetadata]
 ) -> dict[MetadataIndex, _StorageInfo]:
     """Return the file, offset and length of each chunk of `tensors`.
@@ -113,7 +113,7 @@ def _to_chunk_locations(
         offset, number = (_get_field_or_none(key, field) for field in ("offset", "index"))
         index = MetadataIndex(
             name,
-            None if offset is None else _to_torch_size(offset),
+            None if offset is None else _convert_torch_size(offset),
             None if number is None else _check_size_or_position(number),
         )
         if _get_field_or_none(info, "transform_descriptors"):
@@ -131,7 +131,7 @@ def _to_chunk_locations(
     return converted
 
 
-def _to_tensor_metadata(entry: _PickledObject, chunk_ids: set[int]) -> TensorStorageMetadata:
+def _convert_tensor_metadata(entry: _PickledObject, chunk_ids: set[int]) -> TensorStorageMetadata:
     """Convert the unpickled metadata of one tensor to DCP's class.
 
     Args:
@@ -151,11 +151,11 @@ def _to_tensor_metadata(entry: _PickledObject, chunk_ids: set[int]) -> TensorSto
     return TensorStorageMetadata(
         # `TensorProperties` is pickled as a tuple, with the dtype first.
         TensorProperties(_check_type(state[0], torch.dtype)),
-        _to_torch_size(_get_required_field(entry, "size", _PickledObject)),
+        _convert_torch_size(_get_required_field(entry, "size", _PickledObject)),
         [
             ChunkStorageMetadata(
                 *(
-                    _to_torch_size(_get_required_field(chunk, name, _PickledObject))
+                    _convert_torch_size(_get_required_field(chunk, name, _PickledObject))
                     for name in ("offsets", "sizes")
                 )
             )
@@ -164,7 +164,7 @@ def _to_tensor_metadata(entry: _PickledObject, chunk_ids: set[int]) -> TensorSto
     )
 
 
-def _to_torch_size(record: object) -> torch.Size:
+def _convert_torch_size(record: object) -> torch.Size:
     record = _check_type(record, _PickledObject)
     sizes = record.args[0] if record.name == "Size" and len(record.args) == 1 else None
     numbers = [_check_size_or_position(size) for size in _check_type(sizes, tuple)]

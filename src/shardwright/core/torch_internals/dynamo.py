@@ -98,7 +98,7 @@ _CHECKED_BY_CALLER = frozenset(
 
 
 @contextmanager
-def _capture_options(numbers: frozenset[str]) -> Iterator[None]:
+def _with_capture_options(numbers: frozenset[str]) -> Iterator[None]:
     """Context manager with the options for capture and for building guards.
 
     Args:
@@ -111,7 +111,7 @@ def _capture_options(numbers: frozenset[str]) -> Iterator[None]:
 
     options = {**_OPTIONS, **(_DYNAMIC_NUMBERS if numbers else {})}
     # These return None and would break the graph; Dynamo leaves out their calls.
-    options["ignore_logging_functions"] = {*_logger_methods(), warnings.warn}
+    options["ignore_logging_functions"] = {*_iterate_logger_methods(), warnings.warn}
     with (
         config.patch(**options),
         # Dynamo records metrics while it traces, which is an error outside of this context.
@@ -205,7 +205,7 @@ def _print_after_graph(function: Any, tx: Any, args: Any, kwargs: Any) -> Any:
     return ConstantVariable.create(None)
 
 
-def _logger_methods() -> Iterator[Callable[..., Any]]:
+def _iterate_logger_methods() -> Iterator[Callable[..., Any]]:
     """Yield the logging methods of `logging.Logger`, including methods added by libraries, such as
     `warning_once`."""
     for name in dir(logging.Logger):
@@ -257,7 +257,7 @@ class DynamoCapture:
         emit = SideEffects.codegen_update_mutated
 
         def recorded(self: SideEffects, *args: Any, **kwargs: Any) -> None:
-            changes[:] = _objects_changed_by_trace(
+            changes[:] = _find_changed_objects(
                 self
             )  # Dynamo forgets them once the code is written.
             replay_all_contents(self)
@@ -271,7 +271,7 @@ class DynamoCapture:
             return call_module(self, tx, args, kwargs)
 
         with (
-            _capture_options(numbers),
+            _with_capture_options(numbers),
             patch.object(SideEffects, "codegen_update_mutated", recorded),
             cached.recording(),
             guarding_missing_attributes(),
@@ -388,7 +388,7 @@ class DynamoCapture:
                     constants[entry.orig_guard.name] = entry.value
             return [_is_needed_guard(entry, unguarded) for entry in entries]
 
-        with _capture_options(numbers):
+        with _with_capture_options(numbers):
             manager = captured.build_guards(
                 self.function.__code__, hooks=Hooks(guard_filter_fn=keep)
             )
@@ -412,7 +412,7 @@ class ChangedObject:
     global_name: str | None = None
 
 
-def _objects_changed_by_trace(side_effects: SideEffects) -> Iterator[ChangedObject]:
+def _find_changed_objects(side_effects: SideEffects) -> Iterator[ChangedObject]:
     # Dynamo keeps the objects alive whose ids it uses as keys.
     existing = {id(item): item for item in side_effects.keepalive}
     for key, variable in side_effects.id_to_variable.items():
@@ -425,7 +425,7 @@ def _objects_changed_by_trace(side_effects: SideEffects) -> Iterator[ChangedObje
             assert attributes is not None
             # The only attribute of this variable is the name of the global variable.
             name = next(iter(attributes))
-            yield ChangedObject(_module_name_of_global_variable(variable.source), None, name)
+            yield ChangedObject(_get_module_of_global_variable(variable.source), None, name)
         elif attributes is None:
             yield ChangedObject(existing[key], None)
         else:
@@ -439,15 +439,15 @@ def _objects_changed_by_trace(side_effects: SideEffects) -> Iterator[ChangedObje
                 yield ChangedObject(existing[key], tuple(changed))
 
 
-def _is_restored(before: Mapping[str, Any], name: str, end: VariableTracker) -> bool:
+def _is_restored(before: Mapping[str, Any], name: str, after: VariableTracker) -> bool:
     """Whether an attribute has the same constant value before and after the trace, as a flag that
     code sets for the duration of a call."""
-    if name not in before or not isinstance(end, ConstantVariable):
+    if name not in before or not isinstance(after, ConstantVariable):
         return False
-    return type(before[name]) is type(end.value) and bool(before[name] == end.value)
+    return type(before[name]) is type(after.value) and bool(before[name] == after.value)
 
 
-def _module_name_of_global_variable(source: Any) -> Any:
+def _get_module_of_global_variable(source: Any) -> Any:
     """Return the name of the module of a global variable; None for the traced function's module."""
     if isinstance(source, GlobalSource):
         return None

@@ -99,7 +99,7 @@ def hooks_of_tensor(tensor: Tensor) -> Mapping[str, Hooks]:
     The returned dictionaries also show hooks that are registered later. Registers a hook without
     effect, as only a handle gives access to the dictionary.
     """
-    return _hooks_by_method({"register_hook": tensor.register_hook})
+    return _collect_hooks_by_method({"register_hook": tensor.register_hook})
 
 
 def hooks_of_result(tensor: Tensor) -> Mapping[str, Hooks]:
@@ -114,10 +114,10 @@ def hooks_of_result(tensor: Tensor) -> Mapping[str, Hooks]:
         "grad_fn.register_hook": node.register_hook,
         "grad_fn.register_prehook": node.register_prehook,
     }
-    return {**hooks_of_tensor(tensor), **_hooks_by_method(node_methods)}
+    return {**hooks_of_tensor(tensor), **_collect_hooks_by_method(node_methods)}
 
 
-def _hooks_by_method(methods: Mapping[str, Callable[..., Any]]) -> Mapping[str, Hooks]:
+def _collect_hooks_by_method(methods: Mapping[str, Callable[..., Any]]) -> Mapping[str, Hooks]:
     # The handle refers to the dictionary weakly.
     return {name: method(_keep_gradient).hooks_dict_ref() for name, method in methods.items()}
 

@@ -59,12 +59,12 @@ def extend_norms(norms: Norms) -> None:
     # Whether the running call is extended: `clip_grad_norm_` calls the other two.
     running = ContextVar("running", default=False)
     extensions = (
-        (nn.utils.clip_grad_norm_, _clip_grad_norm_by_norms),
-        (nn.utils.get_total_norm, _total_norm_by_norms),
-        (nn.utils.clip_grads_with_norm_, _clip_grads_by_group),
+        (nn.utils.clip_grad_norm_, _clip_grad_norm_over_all_devices),
+        (nn.utils.get_total_norm, _compute_total_norm_over_all_devices),
+        (nn.utils.clip_grads_with_norm_, _clip_grads_of_each_group),
     )
     for function, extension in extensions:
-        cell = _closure_cell_of_implementation(function)
+        cell = _get_closure_cell_of_implementation(function)
         if not hasattr(cell.cell_contents, "extends_norms"):
             cell.cell_contents = _wrap_implementation(cell.cell_contents, extension, norms, running)
 
@@ -77,7 +77,7 @@ Extension = Callable[[Norms, CallArguments, "nn.Module | None", Callable[..., An
 `parameters()` are passed (None if unknown), and PyTorch's implementation, which takes keywords."""
 
 
-def _clip_grad_norm_by_norms(
+def _clip_grad_norm_over_all_devices(
     norms: Norms, arguments: CallArguments, source: nn.Module | None, original: Callable[..., Any]
 ) -> Any:
     # `norm_type` may be the text `inf`.
@@ -93,7 +93,7 @@ def _clip_grad_norm_by_norms(
     return norm
 
 
-def _total_norm_by_norms(
+def _compute_total_norm_over_all_devices(
     norms: Norms, arguments: CallArguments, source: nn.Module | None, original: Callable[..., Any]
 ) -> Any:
     tensors, norm_type = arguments["tensors"], float(arguments["norm_type"])
@@ -104,7 +104,7 @@ def _total_norm_by_norms(
     return norm
 
 
-def _clip_grads_by_group(
+def _clip_grads_of_each_group(
     norms: Norms, arguments: CallArguments, source: nn.Module | None, original: Callable[..., Any]
 ) -> Any:
     groups = norms.groups(arguments["parameters"])
@@ -118,7 +118,7 @@ def _check_norm_is_finite(norm: Tensor, arguments: CallArguments) -> None:
         raise RuntimeError(NON_FINITE.format(float(arguments["norm_type"])))
 
 
-def _closure_cell_of_implementation(function: Callable[..., Any]) -> CellType:
+def _get_closure_cell_of_implementation(function: Callable[..., Any]) -> CellType:
     """Return the closure cell that holds the implementation of a public norm function.
 
     Replacing the cell's content also affects code that has imported the function before, unlike

@@ -85,7 +85,7 @@ def register_named_classes(text: str) -> None:
     Args:
         text: the `TreeSpec`, as `treespec_dumps` returns it.
     """
-    for name in set(_class_names_in_structure(json.loads(text)[1])):
+    for name in set(_iterate_class_names(json.loads(text)[1])):
         if name in _pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE:
             continue
         # The name of a named tuple is in quotes, as JSON.
@@ -95,19 +95,19 @@ def register_named_classes(text: str) -> None:
             named_class = getattr(named_class, each, None)
         if _pytree.is_namedtuple_class(named_class):
             _register_named_tuple(named_class)
-        elif isinstance(named_class, type) and _builtin_base_of_user_class(named_class) is not None:
+        elif isinstance(named_class, type) and _find_builtin_base_class(named_class) is not None:
             _register_class(named_class)
 
 
-def _class_names_in_structure(structure: Any) -> Iterator[str]:
+def _iterate_class_names(structure: Any) -> Iterator[str]:
     for name in (structure["type"], structure["context"]):
         if isinstance(name, str) and ":" in name:
             yield name
     for child in structure["children_spec"]:
-        yield from _class_names_in_structure(child)
+        yield from _iterate_class_names(child)
 
 
-def _builtin_base_of_user_class(cls: type) -> Any:
+def _find_builtin_base_class(cls: type) -> Any:
     """Return the built-in class with which objects of the user's class `cls` are created; None if
     objects of `cls` are not flattened by fields."""
     # Built-in containers are nodes of PyTorch.
@@ -137,14 +137,14 @@ def _is_unregistered_object(value: Any) -> bool:
         return False
     return (
         cls not in _pytree.SUPPORTED_NODES
-        and _builtin_base_of_user_class(cls) is not None
+        and _find_builtin_base_class(cls) is not None
         and _has_items_or_attributes(value)
     )
 
 
 def _has_items_or_attributes(value: Any) -> bool:
     # `forward` may compare an object without items and attributes by identity, as a sentinel.
-    return bool(_items_by_key(value) or _attributes_by_name(value)) or isinstance(
+    return bool(_get_items_by_key(value) or _get_attributes_by_name(value)) or isinstance(
         value, _BASE_CLASSES[:4]
     )
 
@@ -157,7 +157,7 @@ def is_registered_object(value: Any) -> bool:
 
 def _register_class(cls: type) -> None:
     """Register the user's class `cls` as a pytree node that is flattened by fields."""
-    base = _builtin_base_of_user_class(cls)
+    base = _find_builtin_base_class(cls)
 
     def unflatten(children: Iterable[Any], structure: Any) -> Any:
         return structure.rebuild(cls, base, list(children))
@@ -167,13 +167,13 @@ def _register_class(cls: type) -> None:
         _flatten_object,
         unflatten,
         flatten_with_keys_fn=_flatten_object_with_keys,
-        serialized_type_name=_serialized_name_of_class(cls),
+        serialized_type_name=_make_serialized_class_name(cls),
         to_dumpable_context=_structure_to_json,
         from_dumpable_context=_structure_from_json,
     )
 
 
-def _serialized_name_of_class(cls: type) -> str:
+def _make_serialized_class_name(cls: type) -> str:
     name = f"{cls.__module__}:{cls.__qualname__}"
     # Different classes may have one name, such as classes that are defined in a function.
     while name in _pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE:
@@ -209,7 +209,7 @@ def register_keys(structure: Any) -> None:
     serialized = _pytree.SUPPORTED_SERIALIZED_TYPES[cls]
     if serialized.serialized_type_name == _pytree.NO_SERIALIZED_TYPE_NAME_FOUND:
         serialized = type(serialized)(
-            cls, _serialized_name_of_class(cls), _structure_to_json, _structure_from_json
+            cls, _make_serialized_class_name(cls), _structure_to_json, _structure_from_json
         )
         _pytree.SUPPORTED_SERIALIZED_TYPES[cls] = serialized
         _pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE[serialized.serialized_type_name] = cls
@@ -224,7 +224,7 @@ def _flatten_with_sequence_keys(flatten: Callable[[Any], Any], value: Any) -> tu
 
 def _register_named_tuple(cls: Any) -> None:
     # The name is the context of the structure, which must be JSON.
-    _pytree._register_namedtuple(cls, serialized_type_name=f'"{_serialized_name_of_class(cls)}"')
+    _pytree._register_namedtuple(cls, serialized_type_name=f'"{_make_serialized_class_name(cls)}"')
 
 
 @dataclass(frozen=True)
@@ -342,7 +342,7 @@ def _flatten_object(value: Any) -> tuple[list[Any], Any]:
         if not _has_tensor(value):
             return [], _cache_structure(_ConstantObject(value))
         _classes_with_tensors.add(type(value))
-    items, attributes = _items_by_key(value), _attributes_by_name(value)
+    items, attributes = _get_items_by_key(value), _get_attributes_by_name(value)
     children = {name: item for name, item in attributes.items() if _is_child_of_structure(item)}
     constants = tuple(
         (name, _ConstantObject(item) if _is_constant_field(item) else _UnknownField(item))
@@ -404,7 +404,7 @@ def _structure_from_json(content: Any) -> Any:
     return _cached_structures[content[0]]
 
 
-def _items_by_key(value: Any) -> dict[Hashable, Any]:
+def _get_items_by_key(value: Any) -> dict[Hashable, Any]:
     # By the methods of the built-in class, which the user's class may override.
     if isinstance(value, dict):
         return dict(dict.items(value))
@@ -413,7 +413,7 @@ def _items_by_key(value: Any) -> dict[Hashable, Any]:
     return dict(enumerate(tuple.__iter__(value))) if isinstance(value, tuple) else {}
 
 
-def _attributes_by_name(value: Any) -> dict[str, Any]:
+def _get_attributes_by_name(value: Any) -> dict[str, Any]:
     """Return the attributes of an object by name, including attributes in slots."""
     slot_values: dict[str, Any] = {}
     for base in type(value).__mro__:
@@ -453,7 +453,7 @@ def _is_child_of_structure(value: Any) -> bool:
         return True
     if _pytree.is_namedtuple_class(cls) or cls in _pytree.SUPPORTED_NODES:
         return True
-    return _builtin_base_of_user_class(cls) is not None and _has_items_or_attributes(value)
+    return _find_builtin_base_class(cls) is not None and _has_items_or_attributes(value)
 
 
 def _is_constant_field(value: Any) -> bool:
@@ -474,10 +474,9 @@ def _has_tensor(value: Any, depth: int = 0) -> bool:
     if isinstance(value, (set, frozenset)):
         contents = value
     elif (
-        isinstance(value, (dict, list, tuple))
-        or _builtin_base_of_user_class(type(value)) is not None
+        isinstance(value, (dict, list, tuple)) or _find_builtin_base_class(type(value)) is not None
     ):
-        contents = (*_items_by_key(value).values(), *_attributes_by_name(value).values())
+        contents = (*_get_items_by_key(value).values(), *_get_attributes_by_name(value).values())
     elif type(value) in _pytree.SUPPORTED_NODES:
         contents = _pytree.SUPPORTED_NODES[type(value)].flatten_fn(value)[0]
     return any(_has_tensor(item, depth + 1) for item in contents)
@@ -493,10 +492,10 @@ def _has_only_tensors(value: Any, depth: int = 0) -> bool:
         children = _pytree.SUPPORTED_NODES[cls].flatten_fn(value)[0]
         return all(_has_only_tensors(child, depth + 1) for child in children)
     if depth > _MAX_DEPTH or (
-        not builtin and (_builtin_base_of_user_class(cls) is None or not _has_tensor(value))
+        not builtin and (_find_builtin_base_class(cls) is None or not _has_tensor(value))
     ):
         return False
-    contents = (*_items_by_key(value).values(), *_attributes_by_name(value).values())
+    contents = (*_get_items_by_key(value).values(), *_get_attributes_by_name(value).values())
     return all(_has_only_tensors(item, depth + 1) for item in contents)
 
 
@@ -513,7 +512,7 @@ def _describe_contents(value: Any, depth: int = 0) -> str:
         return f"{name}{sorted(_describe_contents(item, depth + 1) for item in value)}"
     if depth > _MAX_DEPTH:
         return name
-    contents: dict[Any, Any] = {**_items_by_key(value), **_attributes_by_name(value)}
+    contents: dict[Any, Any] = {**_get_items_by_key(value), **_get_attributes_by_name(value)}
     item_texts = (
         f"{key!r}: {_describe_contents(item, depth + 1)}" for key, item in contents.items()
     )

@@ -1,4 +1,4 @@
-"""Guards on symbolic sizes, under which a trace is valid for other shapes, and supposed sizes."""
+"""Guards under which a trace is valid for other shapes, and assumed values of symbolic sizes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ShapeGuards:
 
 
 def suppose_size(size: SymInt, number: int) -> None:
-    """Decide branches of Python on a size that depends on values by `number`; the size stays
+    """Make Python branches on a data-dependent size take the path for `number`; the size stays
     symbolic in the graph.
 
     PyTorch offers this for real tensors that are propagated beside fake tensors.
@@ -40,7 +40,7 @@ def suppose_size(size: SymInt, number: int) -> None:
 
 
 def supposed_size(size: int | SymInt) -> int:
-    """Return the number of `suppose_size` for a size."""
+    """Return a size as an int, with the value that `suppose_size` set for a symbolic size."""
     if isinstance(size, int):
         return size
     # Also in sizes that are computed from supposed ones.
@@ -59,11 +59,12 @@ def depends_on_positive_sizes(size: SymInt) -> bool:
 
 
 _SUPPOSED = "propagate_real_tensors"
-"""Start of the message of each check that PyTorch makes of a branch on a supposed size."""
+"""Start of the messages of runtime checks that PyTorch adds for branches on a supposed size."""
 
 
 def _holds_above_zero(condition: Any, supposed: Mapping[Any, Any]) -> bool:
-    """Whether a condition holds for all sizes above 0, or on a size that is supposed to be 0."""
+    """Whether a condition on a symbolic size holds for all sizes above 0; True if the size was
+    supposed to be 0."""
     if condition.is_Equality and all(side.is_Symbol for side in condition.args):
         # Rows that are selected twice by one mask have two symbols.
         return True
