@@ -277,7 +277,7 @@ def _capture_module(
         kwargs,
         compute_dtype=_get_compute_dtype(options),
         on_progress=options.on_progress,
-        autocast=Autocast(_device_type(options)),
+        autocast=Autocast(_get_device_type(options)),
     )
 
 
@@ -286,7 +286,7 @@ def _get_compute_dtype(options: PlanOptions) -> torch.dtype | None:
     return None if options.compute_dtype in (None, "float32") else torch.bfloat16
 
 
-def _device_type(options: PlanOptions) -> str | None:
+def _get_device_type(options: PlanOptions) -> str | None:
     """Return the type of the devices for which the model is planned; None if unknown."""
     here = device_of_group()
     # Plans for a cluster are often made on a CPU, whose autocast differs from the cluster's.

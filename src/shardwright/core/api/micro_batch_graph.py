@@ -82,7 +82,7 @@ class MicroBatchCapture:
             failure = error
         # The reduction `sum` needs no analysis: the user has chosen that micro-batches are summed.
         if self.averages and (graph is None or _may_have_better_batch_dims(graph)):
-            with_other_dims = self._capture_with_other_dims(graph)
+            with_other_dims = self._capture_with_best_batch_dims(graph)
             if with_other_dims is not None:
                 return with_other_dims
         if graph is None:
@@ -109,7 +109,9 @@ class MicroBatchCapture:
             " for what all samples share (`batch_dims={'x': 1, 'table': None}`)"
         )
 
-    def _capture_with_other_dims(self, default: Graph | None) -> tuple[Graph, SampleDims] | None:
+    def _capture_with_best_batch_dims(
+        self, default_graph: Graph | None
+    ) -> tuple[Graph, SampleDims] | None:
         tried = first_dims(self.leaves)
         try:
             candidates = list(JoinedDims(self._global_batch_graph).candidates(self.count))
@@ -118,8 +120,8 @@ class MicroBatchCapture:
             return None
         captured: list[tuple[Graph, SampleDims]] = []
         # First, so that it wins if several choices read equally many elements.
-        if default is not None and not isinstance(default.whole_batch, str):
-            captured.append((default, ()))
+        if default_graph is not None and not isinstance(default_graph.whole_batch, str):
+            captured.append((default_graph, ()))
         for dims in candidates:
             # The default has been captured, or has failed.
             if dims == tried:

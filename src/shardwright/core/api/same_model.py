@@ -36,7 +36,7 @@ def check_ranks_agree(net: nn.Module, graph: Graph, plan: Plan, device: torch.de
     Raises:
         PlanError: on every rank, with the first difference.
     """
-    check_description([*_model_lines(net, graph), *_plan_lines(plan)], device)
+    check_description([*_describe_model_lines(net, graph), *_describe_plan_lines(plan)], device)
 
 
 def take_state_of_rank_0(net: nn.Module, device: torch.device) -> None:
@@ -69,7 +69,7 @@ def _collect_named_tensors(net: nn.Module) -> dict[str, Tensor]:
     return dict(net.named_parameters()) | dict(net.named_buffers())
 
 
-def _model_lines(net: nn.Module, graph: Graph) -> Iterator[str]:
+def _describe_model_lines(net: nn.Module, graph: Graph) -> Iterator[str]:
     for name, tensor in _collect_named_tensors(net).items():
         role = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
         dtype = str(tensor.dtype).removeprefix("torch.")
@@ -91,7 +91,7 @@ def _describe_device(tensor: Tensor) -> str:
     return "on the meta device" * tensor.is_meta
 
 
-def _plan_lines(plan: Plan) -> Iterator[str]:
+def _describe_plan_lines(plan: Plan) -> Iterator[str]:
     # As in a file of the plan, in which the fields have names and a fixed order.
     plan_fields = json.loads(plan.to_json())
     for key in PROGRAM_FIELDS:

@@ -211,7 +211,7 @@ class EagerTraining:
         optimizer = _make_optimizer([p for p in self.module.parameters() if p.requires_grad])
         for _ in range(STEPS):
             self.module.zero_grad()
-            with self._planned_batch_norms():
+            with self._with_planned_batch_norms():
                 roots = (
                     self._get_loss_roots()
                     if self.trains_loss
@@ -234,7 +234,7 @@ class EagerTraining:
         return TrainedSteps(outputs, gradients, state), root_gradients
 
     @contextmanager
-    def _planned_batch_norms(self) -> Iterator[None]:
+    def _with_planned_batch_norms(self) -> Iterator[None]:
         """Context manager in which batch norms normalize each micro-batch by its own statistics.
 
         On exit, buffers have the values after one update per micro-batch of `batch_norm_calls`.
@@ -292,13 +292,13 @@ class EagerTraining:
             config.use_cache = False  # As in the captured copy.
         with undone_effects(python.capture.changes):
             results = result_leaves(_call_forward(module, args, kwargs))[0]
-            self._take_assigned_buffers(module)
+            self._assign_replaced_buffers(module)
         return results
 
-    def _take_assigned_buffers(self, called: nn.Module) -> None:
-        """Assign the buffers that a call replaced in its copy of the module, for the next step."""
+    def _assign_replaced_buffers(self, module_copy: nn.Module) -> None:
+        """Assign buffers that a call replaced in `module_copy` to the module, for the next step."""
         updated = {buffer.name for buffer, _ in self.graph.updates}
-        for name, buffer in called.named_buffers():
+        for name, buffer in module_copy.named_buffers():
             if name in updated:
                 owner, _, attribute = name.rpartition(".")
                 # Not copied in place: the backward pass may read the former values.
