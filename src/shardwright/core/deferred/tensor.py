@@ -185,7 +185,9 @@ def _record_or_run(
         # Operators on ordinary tensors run, unless they draw random numbers or allocate on the CPU.
         if not any(isinstance(t, Deferred) for t in tensors) and not (
             _would_run_on_cpu(tensors, kwargs)
-            and (draws_random_numbers(function) or _creates_tensor_from_none(function, tensors))
+            and (
+                draws_random_numbers(function) or _creates_tensor_without_inputs(function, tensors)
+            )
         ):
             return function(*args, **kwargs)
         targets = mutated_tensors(function, args, kwargs)
@@ -310,7 +312,7 @@ def _would_run_on_cpu(tensors: Iterable[Tensor], kwargs: dict[str, Any]) -> bool
     return all(t.device.type in ("cpu", "meta") for t in tensors) and device.type in ("cpu", "meta")
 
 
-def _creates_tensor_from_none(function: Any, tensors: Iterable[Tensor]) -> bool:
+def _creates_tensor_without_inputs(function: Any, tensors: Iterable[Tensor]) -> bool:
     """Whether an operator call creates a tensor and reads no tensor."""
     names = {argument.name for argument in schema_of(function).arguments}
     return not tensors and "device" in names and _returns_tensors(function)
