@@ -240,4 +240,4 @@ def test_the_gradient_of_an_added_tensor_is_no_product() -> None:
     graph = capture(AddedToProduct(), (torch.randn(6, 4, 8, requires_grad=True),))
     (work,) = (work_of(op) for op in graph.ops if op.short_name == "baddbmm")
     assert work.backward_flops == 2 * work.forward_flops == 2 * 2 * 6 * 4 * 8 * 8
-    assert [size for size, _ in work.sides] == [4, 8, 8]
+    assert [size for size, _ in work.product_sizes] == [4, 8, 8]
