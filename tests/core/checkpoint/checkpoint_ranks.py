@@ -16,6 +16,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -26,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import shardwright as sw
 from random_plans import random_plan
 from shardwright.core.checkpoint.checkpoint import Checkpoints
+from shardwright.core.checkpoint.file_checksum import write_checksum
 from shardwright.core.checkpoint.position import Position
 from shardwright.core.parallel.module import ParallelModule
 
@@ -202,6 +204,21 @@ def check_files(folder: Path, case: str, other: str) -> None:
         torch.save(wanted, folder / "wanted.pt")
 
 
+def check_damage_is_an_error_on_every_rank(folder: Path, case: str) -> None:
+    """One rank verifies the file, but all of them read it."""
+    net, _, _ = made(case, seed=0)
+    path = folder / "damaged.safetensors"
+    sw.save_state_dict(net, path)
+    if dist.get_rank() == 0:
+        write_checksum(path)
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 1
+        path.write_bytes(content)
+    dist.barrier()
+    with pytest.raises(sw.CheckpointError, match="damaged"):
+        sw.load_state_dict(net, path)
+
+
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -227,6 +244,8 @@ def main() -> None:
         passed("random numbers")
         check_files(folder, mine[0], mine[1])
         passed("files")
+        check_damage_is_an_error_on_every_rank(folder, mine[0])
+        passed("damage")
     dist.destroy_process_group()
 
 

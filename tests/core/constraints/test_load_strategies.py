@@ -107,6 +107,15 @@ def test_counts_are_written_where_they_say_it_all(tmp_path: Path) -> None:
     assert layouts["layer1"] == {"in_strategy": matrices}
 
 
+def test_counts_are_written_of_operators_in_stages(tmp_path: Path) -> None:
+    net, args, kwargs = network(batch=32)
+    pipeline = sw.Pipeline(net, 2)
+    plan = sw.plan(pipeline, args, kwargs, devices=8, stages=2, mode="data_parallel")
+    plan.save_strategies(tmp_path / "strategies.json")
+    saved = json.loads((tmp_path / "strategies.json").read_text())["strategies"]
+    assert saved["layer1"] == {"in_strategy": [[4, 1], [1, 1]]}
+
+
 class Shared(nn.Module):
     """One layer that is called twice, and an expanded parameter."""
 

@@ -140,3 +140,34 @@ def test_several_operators_without_a_module_inside_take_an_entry_for_each_tensor
     sw.shard(net[1], ((2, 4),))
     plan = sw.plan(net, BATCH[:1], devices=8, mode="sharding_propagation")
     assert plan.strategies["1.0.sigmoid"] == ((2, 4),)
+
+
+def weighted(x: Tensor, weight: Tensor) -> Tensor:
+    return torch.relu(x) * torch.tanh(weight)
+
+
+class Weighted(nn.Module):
+    """A loss of a function that is called with keywords."""
+
+    def __init__(self, function: Any, names: tuple[str, str]) -> None:
+        super().__init__()
+        self.function, self.names = function, names
+        self.first, self.weight = nn.Linear(32, 32), nn.Parameter(torch.ones(32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        arguments = {"x": self.first(x), "weight": self.weight}
+        result: Tensor = self.function(**{name: arguments[name] for name in self.names})
+        return result.square().mean()
+
+
+@pytest.mark.parametrize("as_module", [False, True])
+def test_entries_are_in_the_order_of_the_signature_however_a_function_is_called(
+    as_module: bool,
+) -> None:
+    target = sw.Op(weighted) if as_module else weighted
+    plans = []
+    for names in (("x", "weight"), ("weight", "x")):
+        pinned = sw.shard(target, ((4, 2), (2,)))
+        net = Weighted(target if as_module else pinned, names)
+        plans.append(sw.plan(net, (torch.randn(16, 32),), devices=8, mode="semi_auto"))
+    assert plans[0].cuts == plans[1].cuts

@@ -63,6 +63,12 @@ def test_names_of_several_lines_are_refused(
     assert not Path("run").exists()
 
 
+def test_a_reference_has_another_name_than_every_variable() -> None:
+    source = Source()
+    variables = {source.name("gather") for _ in range(8)}
+    assert source.refer("gather", torch.add) not in variables
+
+
 def test_a_reference_is_a_name() -> None:
     source = Source()
     assert source.refer("start; import os", torch.add) == "start_import_os"

@@ -93,6 +93,21 @@ def test_other_arguments_than_planned_are_captured_once(
     assert caplog.text.count("captured the model") == 1
 
 
+def test_nan_as_an_argument_is_captured_once(caplog: pytest.LogCaptureFixture) -> None:
+    _, parallel = planned(X, labels=LABELS)
+    with caplog.at_level(logging.INFO, "shardwright"):
+        for _ in range(2):
+            assert parallel(X, scale=float("nan"))["logits"].isnan().all()
+    assert caplog.text.count("captured the model") == 1
+
+
+@pytest.mark.parametrize("region", [torch.no_grad, torch.inference_mode])
+def test_a_training_step_without_gradients_is_refused(region: Any) -> None:
+    _, parallel = planned(X, labels=LABELS)
+    with region(), pytest.raises(sw.PlanError, match="`train_step` runs a backward pass"):
+        parallel.train_step(X, labels=LABELS)
+
+
 def test_what_is_captured_in_inference_mode_can_be_trained() -> None:
     net, parallel = planned(X, labels=LABELS)
     net.eval(), parallel.eval()

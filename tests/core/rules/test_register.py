@@ -39,6 +39,17 @@ gram.register_autograd(
 )
 
 
+@torch.library.custom_op("test_register::largest", mutates_args=())
+def largest(x: Tensor) -> Tensor:
+    """Whether an element is the largest of its row."""
+    return x == x.amax(-1, keepdim=True)
+
+
+@largest.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x, dtype=torch.bool)
+
+
 class Grams(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -50,6 +61,7 @@ class Grams(nn.Module):
 
 
 GRAM = torch.ops.test_register.gram.default
+LARGEST = torch.ops.test_register.largest.default
 TARGET = torch.ops.test_register.scaled.default
 EXAMPLE = randn(4, 6), randn(8, 6)
 
@@ -79,6 +91,21 @@ def test_halves_of_another_shape_are_an_error() -> None:
         sw.StrategyError, match=r"factor 'b' in two shards, output 0 has local shape \[2, 2\]"
     ):
         sw.rules.register(GRAM, "b s -> b s", example=(randn(4, 4),))
+
+
+def test_the_half_of_another_shape_is_named() -> None:
+    def kernel(op: Op, local: LocalSharding) -> Callable[[Tensor, Tensor], Tensor]:
+        return lambda x, weight: scaled(x, weight)[: 2 - local.index("b")]
+
+    with pytest.raises(sw.StrategyError, match=r"local shape \[1, 8\], expected \[2, 8\]"):
+        sw.rules.register(TARGET, "b _, _ _ -> b _", example=EXAMPLE, kernel=kernel)
+
+
+def test_operators_that_return_booleans_can_have_a_rule() -> None:
+    with pytest.raises(sw.StrategyError, match="do not concatenate to output 0"):
+        sw.rules.register(LARGEST, "b k -> b k", example=(torch.eye(4) * torch.arange(1, 5),))
+    sw.rules.register(LARGEST, "b _ -> b _", example=(randn(4, 6),))
+    assert LARGEST in registered_rules()
 
 
 def test_a_kernel_computes_the_halves() -> None:

@@ -34,3 +34,11 @@ def test_a_count_that_the_dtype_of_the_total_cannot_hold_is_exact(
     torch.testing.assert_close(
         total.grad, torch.full((2,), 1 / count, dtype=torch.float64).to(dtype), rtol=0, atol=0
     )
+
+
+@pytest.mark.usefixtures("ranks")
+def test_no_gradient_flows_into_a_count() -> None:
+    total, count = torch.ones(2, requires_grad=True), torch.tensor(4.0, requires_grad=True)
+    sw.global_mean(total, count).sum().backward()
+    assert count.grad is None
+    assert total.grad is not None and total.grad.tolist() == [0.25, 0.25]

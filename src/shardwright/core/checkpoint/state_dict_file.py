@@ -17,7 +17,7 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.tensor import DTensor
 
-from shardwright.core.agreement.collective import is_rank_0, value_of_rank
+from shardwright.core.agreement.collective import is_rank_0, value_of_rank, values_of_ranks
 from shardwright.core.checkpoint import state as checkpoint_state
 from shardwright.core.checkpoint.dcp_errors import convert_errors
 from shardwright.core.checkpoint.file_checksum import (
@@ -177,11 +177,10 @@ def load_state_dict(net: nn.Module, path: str | Path) -> None:
                 "copy or download the folder again"
             )
     is_planned = _is_distributed(net, checkpoint_state.model_tensors(net))
-    # Each rank reads its shards of all files, and verifies only some of the files.
-    rank, ranks = (dist.get_rank(), dist.get_world_size()) if is_planned else (0, 1)
-    for file in files[rank::ranks]:
-        if (checked := CheckedFile.open(file, CheckpointError)) is not None:
-            checked.verify()
+    if is_planned:
+        _verify_with_all_ranks(files)
+    else:
+        _verify_checksums(files)
     # Mapped into memory, not read.
     saved = {name: value for file in files for name, value in _read_tensors(file).items()}
     shapes = {name: value.shape for name, value in saved.items()}
@@ -193,6 +192,30 @@ def load_state_dict(net: nn.Module, path: str | Path) -> None:
             if name in names:
                 # From a mapped file this reads the pages of the shard only.
                 detached_local(tensor).copy_(local_part_of(saved[names[name]], tensor))
+
+
+def _verify_checksums(files: Sequence[Path]) -> None:
+    for file in files:
+        if (checked := CheckedFile.open(file, CheckpointError)) is not None:
+            checked.verify()
+
+
+@by_all_ranks("load_state_dict")
+def _verify_with_all_ranks(files: Sequence[Path]) -> None:
+    """Verify the checksums of files, each rank those of some files. Collective.
+
+    Raises:
+        CheckpointError: on all ranks, if a file is damaged.
+    """
+    problem = None
+    try:
+        _verify_checksums(files[dist.get_rank() :: dist.get_world_size()])
+    except CheckpointError as error:
+        problem = str(error)
+    # Each rank reads its shards of all files, also of those that another rank has verified.
+    first = next((each for each in values_of_ranks(problem) if each is not None), None)
+    if first is not None:
+        raise CheckpointError(first)
 
 
 def _list_files_in_index(folder: Path) -> list[Path]:

@@ -8,7 +8,6 @@ a function, is a single operator; until then its aliases are *candidates*.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import wraps
@@ -39,6 +38,7 @@ from shardwright.core.constraints.named_strategy import (
 )
 from shardwright.core.constraints.strategy import OperatorStrategy, entries_text
 from shardwright.core.torch_internals import pytree
+from shardwright.core.torch_internals.operators import OpOverload, schema_of
 from shardwright.errors import StrategyError
 
 
@@ -127,14 +127,7 @@ def tagged_calls(function: Any, tag: Any) -> Any:
             # Only graphs have aliases; in eager code the function is called as it is.
             if isinstance(call_tag, Pin) and call_tag.strategy and torch.compiler.is_exporting():
                 name = getattr(inner, "__name__", "a pinned function")
-                # Positions need no signature, which functions that PyTorch implements in C++ do not
-                # have.
-                by_name = isinstance(call_tag.strategy.inputs, Mapping)
-                call = (
-                    _bind_arguments(inner, call_tag.strategy, args, kwargs)
-                    if by_name
-                    else _BoundCall((args, kwargs), None)
-                )
+                call = _bind_arguments(inner, call_tag.strategy, args, kwargs)
                 return _call_with_candidate_aliases(name, inner, call_tag.strategy, call_tag, call)
             return inner(*args, **kwargs)
 
@@ -193,16 +186,27 @@ class _BoundCall:
 
 
 def _bind_arguments(function: Any, strategy: PinnedStrategy, args: Any, kwargs: Any) -> _BoundCall:
-    if not isinstance(strategy.inputs, Mapping):
-        # Entries are in the order of the signature, so keyword arguments are brought into this
-        # order.
-        call = inspect.signature(function).bind(*args, **kwargs)
-        return _BoundCall((call.args, call.kwargs), None)
     # `NamedFunction.forward` takes `*args`, so the names are those of the function that it wraps.
     owner = getattr(function, "__self__", None)
     named = owner.function if isinstance(owner, NamedFunction) else function
+    if not isinstance(strategy.inputs, Mapping):
+        # Entries are in the order of the signature, so keyword arguments are brought into this
+        # order.
+        names = _list_parameter_names(named) if len(kwargs) > 1 else []
+        ordered = sorted(kwargs, key=lambda name: [*names, *kwargs].index(name))
+        return _BoundCall((args, {name: kwargs[name] for name in ordered}), None)
     call = signature_of(named).bind(*args, **kwargs)
     return _BoundCall((call.args, call.kwargs), argument_names(call))
+
+
+def _list_parameter_names(function: Any) -> list[str]:
+    """Return the names of a function's parameters in order; empty if they are unknown."""
+    if isinstance(function, OpOverload):
+        return [argument.name for argument in schema_of(function).arguments]
+    try:
+        return [*signature_of(function).parameters]
+    except StrategyError:
+        return []
 
 
 def _call_with_candidate_aliases(

@@ -61,8 +61,8 @@ class Source:
             target: the object.
         """
         hint = re.sub(r"\W+", "_", hint)
-        for number in range(len(self.scope) + 1):
-            candidate = hint if number == 0 else f"{hint}_{number}"
+        candidate, number = hint, 1
+        while True:
             if candidate in self.scope:
                 # Equal layers share functions, so that their lines differ in variables only
                 # (`regions.py`).
@@ -71,7 +71,7 @@ class Source:
             elif candidate not in self._used_names:
                 self.scope[candidate] = target
                 return candidate
-        raise AssertionError(f"no unused variable name begins with {hint!r}\nreport this as a bug")
+            candidate, number = f"{hint}_{number}", number + 1
 
     def add(
         self,

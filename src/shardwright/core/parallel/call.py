@@ -4,6 +4,7 @@ planned call."""
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +29,9 @@ def argument_key(leaf: Any) -> Any:
         return leaf.shape, leaf.stored_dtype, leaf.differentiable
     if isinstance(leaf, Tensor):
         return tuple(leaf.shape), leaf.dtype, leaf.requires_grad and torch.is_grad_enabled()
+    if isinstance(leaf, float) and math.isnan(leaf):
+        # NaN differs from itself, so no later call would find the program of this one.
+        return type(leaf), "nan"
     return type(leaf), leaf
 
 

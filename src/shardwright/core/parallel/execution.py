@@ -265,10 +265,17 @@ class Execution(Recapture):
             The loss of the global batch, on every rank.
 
         Raises:
-            PlanError: if the model returns no loss or several, an argument does not match the plan,
-                the batch cannot be split as planned, or the model itself has a forward hook that no
-                program contains.
+            PlanError: if gradients are disabled, the model returns no loss or several, an argument
+                does not match the plan, the batch cannot be split as planned, or the model itself
+                has a forward hook that no program contains.
         """
+        # Programs would compute a loss without gradients, and the optimizer would change nothing.
+        if not torch.is_grad_enabled():
+            raise PlanError(
+                "`train_step` runs a backward pass, which has no gradients under `torch.no_grad()`"
+                " and `torch.inference_mode()`\n"
+                "call it outside of such a region; to evaluate, call the model"
+            )
         self.forget_removed_hooks()
         if any(forward_hooks(self.module)):
             raise PlanError(

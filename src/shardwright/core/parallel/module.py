@@ -147,8 +147,8 @@ class ParallelModule(Copyable, nn.Module):
             The loss of the global batch, on every rank.
 
         Raises:
-            PlanError: if the model returns no loss or several, an argument does not match the plan,
-                or the batch cannot be split as planned.
+            PlanError: if gradients are disabled, the model returns no loss or several, an argument
+                does not match the plan, or the batch cannot be split as planned.
         """
         with model_call("train_step", self.execution.devices):
             return self.execution.train_step(args, kwargs)

@@ -100,7 +100,8 @@ def _partition_on_prime_axes(plan: PlanData) -> Partitioned | None:
     """
     # A plan is stored on folded axes, while the parser assigns counts to axes of prime sizes.
     mesh, decisions = split_axes(plan.mesh, plan.decisions)
-    if plan.graph is None or mesh.device_matrix != prime_mesh(plan.devices).device_matrix:
+    # Each stage has this device matrix, on which the strategies of its operators are resolved.
+    if plan.graph is None or mesh.device_matrix != prime_mesh(mesh.num_devices).device_matrix:
         return None
     return Partitioned(plan.graph, mesh, decisions)
 

@@ -140,13 +140,22 @@ def _describe_output_difference(
     for number, (full, layout) in enumerate(zip(full_outputs, outputs, strict=True)):
         first, second = (of_rank[number] for of_rank in local_outputs)
         expected = layout.shard_shape(tuple(full.shape))
-        if {tuple(first.shape), tuple(second.shape)} != {expected}:
-            shape = list(first.shape)
-            return f"output {number} has local shape {shape}, expected {list(expected)}"
+        for shape in (tuple(first.shape), tuple(second.shape)):
+            if shape != expected:
+                return f"output {number} has local shape {list(shape)}, expected {list(expected)}"
         sharded_dims = [dim for dim, axes in enumerate(layout.axes) if axes]
         joined = torch.cat([first, second], sharded_dims[0]) if sharded_dims else first + second
-        # The maximum of an empty tensor is an error.
-        if full.numel() and (joined - full).abs().max() > TOLERANCE * full.abs().max():
+        if not _is_close(joined, full):
             joining = "concatenate" if sharded_dims else "add up"
             return f"the local outputs do not {joining} to output {number}"
     return ""
+
+
+def _is_close(joined: Tensor, expected: Tensor) -> bool:
+    # Only floating-point numbers are rounded; booleans cannot be subtracted.
+    if not (expected.is_floating_point() or expected.is_complex()):
+        return torch.equal(joined, expected)
+    # The maximum of an empty tensor is an error.
+    if not expected.numel():
+        return True
+    return not (joined - expected).abs().max() > TOLERANCE * expected.abs().max()

@@ -7,6 +7,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from stat import S_ISSOCK
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
@@ -51,10 +52,11 @@ def _duplicate_sockets_of_process() -> Iterator[list[socket.socket]]:
     """Context with duplicates of all internet sockets of this process."""
     sockets = []
     for file in [*FILE_DESCRIPTORS.iterdir()]:
-        with suppress(OSError, ValueError):  # Other files, and the descriptor of the folder.
-            # Of a duplicate, since closing the socket object closes its descriptor, and gloo's must
-            # stay open.
-            sockets.append(socket.socket(fileno=os.dup(int(file.name))))
+        with suppress(OSError):  # The descriptor of the folder, which is closed by now.
+            if S_ISSOCK(os.fstat(int(file.name)).st_mode):
+                # Of a duplicate, since closing the socket object closes its descriptor, and gloo's
+                # must stay open.
+                sockets.append(socket.socket(fileno=os.dup(int(file.name))))
     try:
         yield [each for each in sockets if each.family in (socket.AF_INET, socket.AF_INET6)]
     finally:

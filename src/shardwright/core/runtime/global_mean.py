@@ -29,6 +29,8 @@ def global_mean(total: Tensor, count: Tensor | float) -> Tensor:
         The sum of `total` over all ranks divided by the sum of `count` over all ranks, in the shape
         of `total`; NaN if the counts of all ranks are 0.
     """
+    if isinstance(count, Tensor):
+        count = count.detach()
     if not has_other_ranks():
         return (total.to(_get_accumulation_dtype(total)) / count).to(total.dtype)
     mean: Tensor = _GlobalMeanFunction.apply(total, torch.as_tensor(count))  # type: ignore[no-untyped-call]
