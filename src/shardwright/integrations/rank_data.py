@@ -212,7 +212,7 @@ class SharedOrder(Sampler[Any]):
 
 
 def share_order(loader: Any) -> None:
-    """Make a loader of full batches draw samples in the same order on all ranks, in place."""
+    """Make a `DataLoader` of global batches draw samples in the same order on all ranks."""
     batches: Any = getattr(loader, "batch_sampler", None)
     sampler: Any = getattr(batches, "sampler", None)
     is_random = isinstance(sampler, RandomSampler | WeightedRandomSampler | SubsetRandomSampler)

@@ -402,7 +402,7 @@ def test_modes_that_decide_everything_refuse_pins(mode: str) -> None:
     [
         (torch.relu, {}, "`shard` requires `in_strategy` or `parameter_plan`"),
         (torch.relu, {"out_strategy": ((8, 1),)}, "`out_strategy` requires `in_strategy`"),
-        (torch.relu, {"in_strategy": (8, 1)}, "in_strategy .* contains the int 8"),
+        (torch.relu, {"in_strategy": (8, 1)}, "in_strategy .* has the int 8"),
         (
             torch.relu,
             {"in_strategy": ((0, 1),)},

@@ -19,7 +19,7 @@ LAYOUT = Layout((2, 2, 2), ("dp", "sp", "mp"))
     [
         (
             (2, 4),
-            r"in_strategy \(2, 4\) contains the int 2\n.*for a single tensor write \(\(2, 4\),\)",
+            r"in_strategy \(2, 4\) has the int 2 .*\n.*for a single tensor write \(\(2, 4\),\)",
         ),
         ([(2, 4)], r"must be a tuple with one entry per tensor, not \[\(2, 4\)\]"),
         (((2, 0),), r"\(2, 0\) contains 0\nuse shard counts that are ints of at least 1"),
@@ -40,7 +40,7 @@ def test_an_entry_that_is_none_is_refused_by_what_it_is(inputs: Any, message: st
 
 
 def test_an_out_strategy_is_checked_likewise() -> None:
-    with pytest.raises(StrategyError, match=r"out_strategy \(4, 1\) contains the int 4"):
+    with pytest.raises(StrategyError, match=r"out_strategy \(4, 1\) has the int 4"):
         OperatorStrategy(((2, 4),), (4, 1))  # type: ignore[arg-type]
 
 

@@ -262,7 +262,7 @@ class _Formula:
         read = set(nodes)
         for node in reversed(ancestors):
             if node in read and self._is_computed(node):
-                read.update(_inputs(node))
+                read.update(_list_read_nodes(node))
         self.steps = [node for node in ancestors if node in read]
 
     def _is_computed(self, node: fx.Node) -> bool:
@@ -299,7 +299,7 @@ class _Formula:
         return [values[node] for node in self.nodes]
 
 
-def _inputs(node: fx.Node) -> list[fx.Node]:
+def _list_read_nodes(node: fx.Node) -> list[fx.Node]:
     """Return the nodes whose values an operator reads."""
     return [] if node.target in _LIKE else node.all_input_nodes
 
@@ -313,7 +313,7 @@ def _sorted_ancestors(nodes: Sequence[fx.Node], roots: Set[fx.Node]) -> list[fx.
     pending = list(nodes)
     while pending:
         node = pending[-1]
-        missing = [] if node in roots else [n for n in _inputs(node) if n not in ancestors]
+        missing = [] if node in roots else [n for n in _list_read_nodes(node) if n not in ancestors]
         if missing:
             pending += missing
         else:

@@ -9,7 +9,7 @@ from shardwright.core.torch_internals.operators import OpOverload
 
 
 class EqualNodes:
-    """Finder of nodes that compute the same value, because operators and arguments are equal.
+    """Finder of common subexpressions: nodes with equal operators and arguments.
 
     Args:
         graph: a graph without in-place operators.

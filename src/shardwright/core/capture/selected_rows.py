@@ -256,7 +256,7 @@ class SelectedRows:
         self.rows[node] = results[0]
         # Other dtypes are finite and have no gradient.
         if not bounded and tensor(node).is_floating_point():
-            self._return_safe_rows(node)
+            self._replace_unselected_rows_for_users(node)
 
     def _read_safe_rows(self, node: fx.Node, name: str) -> None:
         def safe(each: fx.Node) -> fx.Node:
@@ -265,7 +265,7 @@ class SelectedRows:
 
         node.args, node.kwargs = fx.map_arg((node.args, node.kwargs), safe)
 
-    def _return_safe_rows(self, node: fx.Node) -> None:
+    def _replace_unselected_rows_for_users(self, node: fx.Node) -> None:
         # Taken before the copy, which reads the node itself.
         users = set(node.users)
         safe = self.make_safe(node, self.rows[node], "", node.next)

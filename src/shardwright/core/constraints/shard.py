@@ -46,7 +46,8 @@ _DATA_MOVEMENT_OPS = (
     aten.to.dtype,
     aten.detach.default,
 )
-"""Operators that are ignored when a pinned call must have a single operator."""
+"""Operators that only view, copy or cast a tensor. A pinned function may contain them beside the
+one operator that the strategy is for."""
 
 
 def shard(

@@ -248,16 +248,16 @@ def assign_recomputed_transfers(
                     # A value from outside is saved at one point of its route, while results of the
                     # segment itself are recomputed.
                     if value not in results:
-                        repeated = repeated[_count_unrepeated_transfers(repeated, segment) :]
+                        repeated = repeated[_count_transfers_before_saving(repeated, segment) :]
                 for transfer in repeated:
                     # A segment without gradients has no backward pass that would repeat the
                     # transfer.
                     transfer.segment, transfer.is_repeated = segment.name, segment.trained
 
 
-def _count_unrepeated_transfers(route: Sequence[Transfer], segment: Segment) -> int:
-    """Return the number of leading transfers of `route`, to an input of `segment`, that are not
-    repeated in the backward pass.
+def _count_transfers_before_saving(route: Sequence[Transfer], segment: Segment) -> int:
+    """Return the number of leading transfers of `route`, to an input of `segment`, after which the
+    input is saved; the backward pass does not repeat them.
 
     The input is saved where it is smallest: before the route, or after a transfer that sends data.
     Among points of equal size, the last is chosen. Transfers after this point are repeated.

@@ -135,7 +135,7 @@ class PlanData:
 
     @property
     def devices(self) -> int:
-        """Number of devices of all pipeline stages."""
+        """Total number of devices, over all pipeline stages."""
         return self.mesh.num_devices * self.pipeline.stages
 
     @property

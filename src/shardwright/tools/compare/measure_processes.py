@@ -150,7 +150,7 @@ def _average_over_processes(figures: Sequence[float]) -> list[float]:
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """Measured time of one training step of the small model, with its prediction.
+    """Measured and predicted time of one training step of a small model, to fit overheads.
 
     Args:
         counts: coefficient of each of `FIGURES` (fitted overheads of the cluster, in seconds) in
