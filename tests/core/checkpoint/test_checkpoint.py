@@ -66,7 +66,7 @@ def test_one_device_goes_on_from_what_four_saved(four_ranks: tuple[Path, str], s
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("what", ["random numbers", "files"])
+@pytest.mark.parametrize("what", ["random numbers", "files", "damage"])
 def test_four_devices_bring_back(four_ranks: tuple[Path, str], what: str) -> None:
     assert f"passed {what}." in four_ranks[1], four_ranks[1]
 
