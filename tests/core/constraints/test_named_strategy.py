@@ -221,7 +221,7 @@ def linear(entries: Any, **options: Any) -> None:
         ),
         (
             lambda: linear(((8, 1), None), axes={"dp": 8}),
-            "axes (dp 8) are the sizes of axes that pins name, but no pin names an axis\n"
+            "`plan` got axes (dp 8), but no pin names an axis\n"
             "remove `axes`, or pin modules with entries such as {'dp': 0}",
         ),
         (
@@ -240,13 +240,13 @@ def linear(entries: Any, **options: Any) -> None:
         ),
         (
             lambda: linear({"input": {"dp": 0}, "bias": {"tp": 0}}, axes=DP_TP),
-            "0: in_strategy gives an entry to 'bias', but the operator linear does not read it as"
-            " it was passed\ngive a tuple with one entry for each input of the operator; a bias,"
-            " which a separate operator adds, follows",
+            "0: in_strategy has an entry for 'bias', but the operator linear does not read 'bias'"
+            " directly\npass a tuple with one entry per input of the operator, without a bias that"
+            " a separate operator adds",
         ),
         (
             lambda: linear({"dp": 0}),
-            "in_strategy {'dp': 0} gives the argument 'dp' the entry 0\nuse an entry for each"
+            "in_strategy {'dp': 0}: 0 is not a valid entry for an argument 'dp'\nuse an entry for each"
             " argument by name, such as {'input': {'dp': 0}}; for a single tensor write"
             " ({'dp': 0},)",
         ),

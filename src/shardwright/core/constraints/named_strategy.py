@@ -145,8 +145,8 @@ def requested_strategy(inputs: Any, outputs: Any = None) -> PinnedStrategy:
             # `{'dp': 0}` maps axes to dimensions, and a mapping of argument names is expected here.
             if not isinstance(name, str) or isinstance(entry, int | Shard | Replicate):
                 raise StrategyError(
-                    f"in_strategy {dict(inputs)!r} gives the argument {name!r} the entry"
-                    f" {entry!r}\nuse an entry for each argument by name, such as"
+                    f"in_strategy {dict(inputs)!r}: {entry!r} is not a valid entry for an argument"
+                    f" {name!r}\nuse an entry for each argument by name, such as"
                     " {'input': {'dp': 0}}; for a single tensor write"
                     f" ({dict(inputs)!r},)"
                 )
@@ -222,7 +222,7 @@ def entry_with_layout(
 
 
 def axis_names_of(entries: Iterable[object]) -> Iterator[str]:
-    """Yield the names of the axes in strategies and entries."""
+    """Yield the mesh axes that strategies or strategy entries name."""
     for entry in entries:
         if isinstance(entry, AxisDims):
             yield from (axis for axis, _ in entry.dims)
@@ -235,8 +235,9 @@ def check_axis_names(names: Iterable[str], matrix: DeviceMatrix | None) -> None:
     """Check that the mesh axes that strategies name are the axes whose sizes the user gave.
 
     Raises:
-        StrategyError: if there are names without sizes or sizes without names, or if an axis of
-            `matrix` is named by no pin while pins name axes that `matrix` lacks.
+        StrategyError: if strategies name axes but `matrix` is None, or `matrix` is given but no
+            strategy names an axis; also if pins name axes that `matrix` lacks and no pin names some
+            axis of `matrix`, which is likely a misspelling.
     """
     named = list(dict.fromkeys(names))
     if matrix is None:
@@ -249,8 +250,8 @@ def check_axis_names(names: Iterable[str], matrix: DeviceMatrix | None) -> None:
         return
     if not named:
         raise StrategyError(
-            f"axes ({matrix.sizes}) are the sizes of axes that pins name, but no pin names an"
-            " axis\nremove `axes`, or pin modules with entries such as {'dp': 0}"
+            f"`plan` got axes ({matrix.sizes}), but no pin names an axis\n"
+            "remove `axes`, or pin modules with entries such as {'dp': 0}"
         )
     absent = [axis for axis in named if axis not in matrix.alias_names]
     # A size of 1 shards nothing, so its axis may be named or not.
@@ -325,7 +326,7 @@ def check_argument_names(
 
 
 def argument_names(call: inspect.BoundArguments) -> tuple[str, ...]:
-    """Return the argument name of each tensor of a call, in the order of the arguments."""
+    """Return the argument name of each tensor that a call passes, in the order of the arguments."""
     names: list[str] = []
     for name, value in call.arguments.items():
         # Arguments that the function collects in `**kwargs` keep the names of the call.
@@ -340,8 +341,8 @@ def argument_names(call: inspect.BoundArguments) -> tuple[str, ...]:
 def _order_entries_by_position(
     op: Op, graph: Graph, entries: Mapping[str, RequestedEntry]
 ) -> tuple[RequestedEntry, ...]:
-    """Return one entry per input of `op`, from entries by the names of arguments, parameters and
-    buffers of the calling module."""
+    """Convert strategy entries, by name of an argument, parameter or buffer, to one entry per input
+    of `op`; None for an input without an entry."""
     positions = _find_argument_positions(op)
     for index, value in enumerate(op.inputs):
         prefix = f"{op.module}." if op.module else ""
@@ -357,9 +358,9 @@ def _order_entries_by_position(
             continue
         if name not in positions:
             raise StrategyError(
-                f"{op.name}: in_strategy gives an entry to {name!r}, but the operator"
-                f" {op.short_name} does not read it as it was passed\ngive a tuple with one entry"
-                " for each input of the operator; a bias, which a separate operator adds, follows"
+                f"{op.name}: in_strategy has an entry for {name!r}, but the operator"
+                f" {op.short_name} does not read {name!r} directly\npass a tuple with one entry per"
+                " input of the operator, without a bias that a separate operator adds"
             )
         by_position[positions[name]] = entry
     return tuple(by_position)

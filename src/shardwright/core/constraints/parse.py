@@ -30,7 +30,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class _DimRequest:
-    """The sharding of a factor that an entry requests in one dimension of a tensor.
+    """Requested sharding of one dimension of a tensor, and hence of the dimension's factor.
 
     Args:
         input: index of the input; None for an output.
@@ -96,11 +96,12 @@ class StrategyParser:
             raise self._make_conflict_error(*conflict.args) from None
 
     def _merge_requests_by_factor(self) -> dict[str, _DimRequest]:
-        """Combine the requests of all dimensions of a factor into one request, by factor.
+        """Combine the requests of all tensor dimensions with the same factor; return one request
+        per factor.
 
         Raises:
-            _ConflictError: if two dimensions request different shardings.
-            StrategyError: if an entry is invalid, whatever the other entries are.
+            _ConflictError: if two dimensions with the same factor request different shardings.
+            StrategyError: if a single entry, or the total number of shards, is invalid.
         """
         requests: dict[str, _DimRequest] = {}
         for request, factor in self._iterate_dim_requests():
@@ -264,7 +265,7 @@ class StrategyParser:
         if capacity % request.num_shards:
             raise self.error(
                 f"the number of shards of {location} must divide {capacity}: the operator splits "
-                "or merges this dimension, or its windows must not reach beyond the next shard\n"
+                "or merges this dimension, or a window would reach beyond the adjacent shard\n"
                 f"valid numbers of shards are {divisors_text(capacity, self.mesh.num_devices)}"
             )
 

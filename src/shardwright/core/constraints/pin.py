@@ -176,8 +176,8 @@ class _BoundCall:
     names: tuple[str, ...] | None
 
     def entries(self, strategy: PinnedStrategy) -> tuple[RequestedEntry, ...] | None:
-        """Return the strategy entry of each tensor argument; None if the number of entries differs,
-        as for a strategy with entries for weights."""
+        """Return the strategy entry of each tensor argument; None if the numbers of entries and
+        tensors differ, as when the strategy has entries for weights."""
         if isinstance(strategy.inputs, Mapping):
             return tuple(strategy.inputs.get(name) for name in self.names or ())
         leaves = pytree.tree_leaves(self.arguments)
@@ -212,17 +212,17 @@ def _list_parameter_names(function: Any) -> list[str]:
 def _call_with_candidate_aliases(
     where: str, function: Any, strategy: PinnedStrategy, tag: Any, traced_call: _BoundCall
 ) -> Any:
-    """Call a function with its tensor arguments and results aliased, as candidates for pins.
+    """Call a function, and pass its tensor arguments and results through candidate aliases.
 
-    If the strategy does not have one entry per tensor argument, its entries include weights, so the
-    function must be a single operator, and no tensor is aliased.
+    No alias is inserted if the strategy does not have one entry per tensor argument: its entries
+    then include weights, so that the function must be a single operator.
 
     Args:
         where: the function or module, for errors.
         function: the function to call.
         strategy: the strategy of the pin.
         tag: tag for the operators of this call.
-        traced_call: the arguments.
+        traced_call: the arguments of the call.
     """
     # The tag of a pinned function is its pin, while that of a module only marks the call.
     call, names = PinnedCall(tag, [], isinstance(tag, Pin)), traced_call.names

@@ -100,8 +100,7 @@ class _RequestedSegment:
 
 
 def recompute_of(graph: Graph) -> dict[str, Recompute]:
-    """Return the segment of each operator that the requests in a captured graph recompute, by
-    operator name.
+    """Return the recomputation segment of each recomputed operator of a graph, by operator name.
 
     Raises:
         StrategyError: if a request matches no operator.
@@ -133,7 +132,7 @@ def recompute_of(graph: Graph) -> dict[str, Recompute]:
         # Recomputing a single operator saves no memory, since its result is saved as the input of
         # the next operator: recompute that one too. The addition of a bias belongs to its layer.
         if len([op for op in ops if not op.name.endswith(".bias")]) == 1:
-            _add_saving_operators(graph, recomputed, ops, op_index)
+            _add_operators_that_save_results(graph, recomputed, ops, op_index)
     for request, ops in selected.items():
         add_segments(graph, recomputed, ops, request.communication)
     return recomputed
@@ -142,7 +141,7 @@ def recompute_of(graph: Graph) -> dict[str, Recompute]:
 def add_segments(
     graph: Graph, recomputed: dict[str, Recompute], ops: Sequence[Op], communication: bool
 ) -> None:
-    """Add operators to `recomputed`, together with the operators that save their results.
+    """Add operators, and the operators that save their results for backward, to `recomputed`.
 
     Consecutive operators, and operators that read each other's results, share a segment.
 
@@ -167,7 +166,7 @@ def add_segments(
         recomputed.update((op.name, Recompute(segment, communication)) for op in segment_ops)
     # Only after all segments are known: a segment must not take an operator of another segment.
     for segment_ops in members.values():
-        _add_saving_operators(graph, recomputed, segment_ops, op_index)
+        _add_operators_that_save_results(graph, recomputed, segment_ops, op_index)
 
 
 def _index_operators(graph: Graph) -> dict[str, int]:
@@ -175,7 +174,7 @@ def _index_operators(graph: Graph) -> dict[str, int]:
 
 
 def _find_calls_to_recompute(graph: Graph) -> Iterator[tuple[int, _RequestedCall]]:
-    """Yield (id of the request, call) for each call of a function to recompute.
+    """Yield (id of its `RecomputeRequest`, call) for each call of a function to recompute.
 
     Raises:
         StrategyError: if a call has no operator.
@@ -194,7 +193,10 @@ def _find_calls_to_recompute(graph: Graph) -> Iterator[tuple[int, _RequestedCall
             )
         _check_op_types(f"the function called at {source or 'an unknown line'}", request, ops)
         segment = _RequestedSegment(request, ops[0].name)
-        yield id(request), _RequestedCall(segment, _count_common_calls([op.calls for op in ops]))
+        yield (
+            id(request),
+            _RequestedCall(segment, _count_common_module_calls([op.calls for op in ops])),
+        )
 
 
 @dataclass(frozen=True)
@@ -210,8 +212,8 @@ class _RequestedCall:
     depth: int
 
 
-def _count_common_calls(calls: Sequence[tuple[str, ...]]) -> int:
-    """Return the number of module calls that enclose all operators.
+def _count_common_module_calls(calls: Sequence[tuple[str, ...]]) -> int:
+    """Return the number of module calls that enclose all of several operators.
 
     Args:
         calls: the enclosing module calls of each operator, the outermost first.
@@ -223,7 +225,8 @@ def _count_common_calls(calls: Sequence[tuple[str, ...]]) -> int:
 def _find_innermost_segment(
     op: Op, modules: Mapping[str, RecomputeRequest], functions: Mapping[int, _RequestedCall]
 ) -> _RequestedSegment | None:
-    """Return the segment of the innermost request around an operator; None without a request.
+    """Return the segment of the innermost `recompute` call that covers an operator; None if none
+    does.
 
     Args:
         op: the operator.
@@ -244,11 +247,11 @@ def _find_innermost_segment(
 
 
 def _check_requested_modules(graph: Graph, modules: Mapping[str, RecomputeRequest]) -> None:
-    """Check that every module to recompute has operators in the graph, including each type that its
-    request lists.
+    """Check that every module to recompute has operators in the graph.
 
     Raises:
-        StrategyError: if a module to recompute lacks an operator; the message names the module.
+        StrategyError: if a module has no operator, or none of a type that the user listed in
+            `recompute(operators=...)`.
     """
     inside: dict[RecomputeRequest, list[Op]] = {request: [] for request in modules.values()}
     for op in graph.ops:
@@ -268,7 +271,7 @@ def _check_requested_modules(graph: Graph, modules: Mapping[str, RecomputeReques
 
 
 def _check_op_types(where: str, request: RecomputeRequest, ops: Sequence[Op]) -> None:
-    """Raise StrategyError if `request` lists a type of operator that no operator in `ops` has."""
+    """Raise StrategyError if `ops` lacks an operator type that `request` lists."""
     present = dict.fromkeys(local_operator_name(op.target) for op in ops)
     for op_type in request.op_types or ():
         if op_type not in present:
@@ -278,14 +281,14 @@ def _check_op_types(where: str, request: RecomputeRequest, ops: Sequence[Op]) ->
             )
 
 
-def _add_saving_operators(
+def _add_operators_that_save_results(
     graph: Graph, recomputed: dict[str, Recompute], ops: Sequence[Op], op_index: Mapping[str, int]
 ) -> None:
     """Extend a segment by the operators that save its results for their backward pass.
 
-    Otherwise the saved results would stay in memory. The backward pass recomputes the inputs of a
-    segment's last operator but not the operator itself, so only the last added operator may be
-    expensive.
+    Otherwise the saved results would stay in memory. Recomputation stops at the inputs of the
+    segment's last operator, so only that operator may be expensive. If another added operator is
+    expensive, the segment is not extended.
 
     Args:
         graph: the captured graph.
@@ -322,7 +325,7 @@ def _add_saving_operators(
 
 
 def _is_compute_intensive(op: Op) -> bool:
-    """Whether `op` is compute-intensive, such as a matrix product: a main operator of its rule."""
+    """Whether the sharding rule of `op` marks it as compute-intensive, such as a matrix product."""
     rule = rule_of(op)
     return rule is not None and rule.main is not None
 

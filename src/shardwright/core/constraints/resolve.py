@@ -96,10 +96,10 @@ def resolve(
 
 
 def _unflatten_strategy(op: Op, strategy: OperatorStrategy, mesh: DeviceMatrix) -> OperatorStrategy:
-    """Translate a strategy for the shapes in the user's code to the shapes in the graph.
+    """Convert a strategy for an input with flattened dimensions to the shapes in the graph.
 
-    Where the user's code flattens leading dimensions, as `x.view(-1, k) @ w` does, the graph has
-    the unflattened dimensions; the shards of the flattened dimension are distributed over these.
+    Where the user's code flattens leading dimensions, as in `x.view(-1, k) @ w`, the graph has the
+    unflattened dimensions. These get the shards that the user requests for the flattened one.
     """
 
     def unflatten_entry(value: Value, entry: Entry) -> Entry:
@@ -165,8 +165,8 @@ def _compute_output_axes(op: Op, mesh: DeviceMatrix, cuts: Cuts) -> tuple[Axes, 
 
 
 def _derive_cuts_from_input(op: Op, axes: tuple[Axes, ...]) -> dict[str, Axes]:
-    """Return the cuts of an operator that reads its first input sharded by `axes`: a list of axes
-    for each dimension."""
+    """Return the cuts of an operator whose first input is sharded over `axes`, which has the axes
+    of each dimension."""
     rule = rule_of(op)
     assert rule is not None
     factors = zip(rule.inputs[0], axes, strict=True)
@@ -320,8 +320,8 @@ def _make_output_error(
 def _iterate_reduce_scatter_counts(
     computed: TensorLayout, shape: tuple[int, ...]
 ) -> Iterator[tuple[int, ...]]:
-    """Yield the shard counts after a reduce-scatter of the partial sum, for each dimension that it
-    can shard evenly."""
+    """Yield the shard counts after a reduce-scatter of the partial sum onto one dimension, for each
+    dimension that it divides evenly."""
     terms, counts = computed.layout.size(computed.partial), computed.shard_counts
     # Suggests only to scatter the whole sum onto one dimension.
     for dim, size in enumerate(shape):
@@ -405,7 +405,7 @@ def _assign_storage_axes(
 
 
 def _find_prefix_dividing_count(count: int, axes: Axes, mesh: DeviceMatrix) -> Axes:
-    """Return the longest prefix of `axes` whose total size divides `count`."""
+    """Return the longest prefix of `axes` whose product of sizes divides `count`."""
     leading: list[int] = []
     # Axes have prime sizes, so a prefix divides `count` if its sizes are among the prime factors.
     primes = list(prime_factors(gcd(count, mesh.num_devices)))

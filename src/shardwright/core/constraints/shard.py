@@ -162,7 +162,7 @@ def pins_of(graph: Graph, axes: DeviceMatrix | None = None) -> Pins:
 
     Raises:
         StrategyError: if a pin matches no operator or several, two pins of one operator differ, or
-            names of axes do not fit `axes`.
+            entries and `axes` have different axis names.
     """
     requested = [
         *_iterate_module_strategies(graph),
@@ -208,8 +208,7 @@ def _is_boundary_alias(op: Operator) -> bool:
 
 
 def _find_module_paths(graph: Graph) -> dict[Pin, list[str]]:
-    """Return the paths of the module of each pin; a module that is registered under two names has
-    two paths."""
+    """Return the paths of the module that each pin is stored on; a shared module has several."""
     paths: dict[Pin, list[str]] = {}
     for path, pin in _iterate_pinned_modules(graph):
         paths.setdefault(pin, []).append(path)

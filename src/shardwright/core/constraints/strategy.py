@@ -101,7 +101,7 @@ def check_entries(option: str, entries: Any) -> None:
         # Shard counts of one tensor, where one entry per tensor belongs.
         if isinstance(entry, int):
             raise StrategyError(
-                f"{option} {entries!r} has the int {entry!r} where the entry of a tensor belongs\n"
+                f"{option} {entries!r} has the int {entry!r} as the entry of a tensor\n"
                 "write an entry as a tuple with one shard count per dimension, a TensorLayout, or"
                 f" None; for a single tensor write ({entries!r},)"
             )

@@ -114,7 +114,7 @@ def parse_strategies(text: str, where: str) -> dict[str, FileEntry]:
             f"{where}: unsupported version {version!r}\n"
             f"use a strategy file of version {VERSION}, which `Plan.save_strategies` writes"
         )
-    _check_known_keys(where, data, ("version", "layouts", "strategies"))
+    _check_valid_keys(where, data, ("version", "layouts", "strategies"))
     if "strategies" not in data:
         raise StrategyError(
             f"{where}: missing key 'strategies'\nadd the key, with the entries of operators and"
@@ -122,15 +122,17 @@ def parse_strategies(text: str, where: str) -> dict[str, FileEntry]:
         )
     layouts = {
         name: _parse_layout(f"{where}: layouts: {name}", layout)
-        for name, layout in _check_json_object(f"{where}: layouts", data.get("layouts", {})).items()
+        for name, layout in _expect_json_object(
+            f"{where}: layouts", data.get("layouts", {})
+        ).items()
     }
     return {
         name: _parse_file_entry(f"{where}: {name}", entry, layouts)
-        for name, entry in _check_json_object(f"{where}: strategies", data["strategies"]).items()
+        for name, entry in _expect_json_object(f"{where}: strategies", data["strategies"]).items()
     }
 
 
-def _check_json_object(where: str, data: Any) -> dict[str, Any]:
+def _expect_json_object(where: str, data: Any) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise StrategyError(
             f"{where}: must be a JSON object, not {short_repr(data)}\nuse {{name: value, …}}"
@@ -138,7 +140,7 @@ def _check_json_object(where: str, data: Any) -> dict[str, Any]:
     return data
 
 
-def _check_known_keys(where: str, data: Mapping[str, Any], valid: Iterable[str]) -> None:
+def _check_valid_keys(where: str, data: Mapping[str, Any], valid: Iterable[str]) -> None:
     for key in data:
         if key not in valid:
             closest = get_close_matches(key, list(valid), n=1)
@@ -149,8 +151,8 @@ def _check_known_keys(where: str, data: Mapping[str, Any], valid: Iterable[str])
 
 
 def _parse_layout(where: str, data: Any) -> Layout:
-    _check_known_keys(
-        where, _check_json_object(where, data), ("device_matrix", "alias_names", "rank_list")
+    _check_valid_keys(
+        where, _expect_json_object(where, data), ("device_matrix", "alias_names", "rank_list")
     )
     for key in ("device_matrix", "alias_names", "rank_list"):
         # Only `rank_list` may be missing.
@@ -166,14 +168,14 @@ def _parse_layout(where: str, data: Any) -> Layout:
 
 
 def _parse_file_entry(where: str, data: Any, layouts: Mapping[str, Layout]) -> FileEntry:
-    _check_known_keys(
-        where, _check_json_object(where, data), ("in_strategy", "out_strategy", "parameter_plan")
+    _check_valid_keys(
+        where, _expect_json_object(where, data), ("in_strategy", "out_strategy", "parameter_plan")
     )
     inputs, outputs = (
         _parse_tensor_entries(f"{where}: {key}", data.get(key), layouts)
         for key in ("in_strategy", "out_strategy")
     )
-    plan = _check_json_object(f"{where}: parameter_plan", data.get("parameter_plan", {}))
+    plan = _expect_json_object(f"{where}: parameter_plan", data.get("parameter_plan", {}))
     parameters = {
         name: _parse_tensor_entry(f"{where}: parameter_plan of {name}", entry, layouts)
         for name, entry in plan.items()
