@@ -246,8 +246,8 @@ def linear(entries: Any, **options: Any) -> None:
         ),
         (
             lambda: linear({"dp": 0}),
-            "in_strategy {'dp': 0}: 0 is not a valid entry for an argument 'dp'\nuse an entry for each"
-            " argument by name, such as {'input': {'dp': 0}}; for a single tensor write"
+            "in_strategy {'dp': 0}: 0 is not a valid entry for an argument 'dp'\nuse an entry for"
+            " each argument by name, such as {'input': {'dp': 0}}; for a single tensor write"
             " ({'dp': 0},)",
         ),
         (

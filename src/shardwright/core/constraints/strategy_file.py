@@ -120,11 +120,10 @@ def parse_strategies(text: str, where: str) -> dict[str, FileEntry]:
             f"{where}: missing key 'strategies'\nadd the key, with the entries of operators and"
             " modules by name"
         )
+    layout_data = _expect_json_object(f"{where}: layouts", data.get("layouts", {}))
     layouts = {
         name: _parse_layout(f"{where}: layouts: {name}", layout)
-        for name, layout in _expect_json_object(
-            f"{where}: layouts", data.get("layouts", {})
-        ).items()
+        for name, layout in layout_data.items()
     }
     return {
         name: _parse_file_entry(f"{where}: {name}", entry, layouts)
