@@ -438,10 +438,10 @@ def _read_verified_info(folder: Path) -> CheckpointInfo | str:
     """Read `checkpoint.json`, and verify the checksums of a checkpoint's files. Collective.
 
     Returns:
-        The contents, or a description of the damage; the same on every rank.
+        The contents, or a description of damage that any rank detected; the same on every rank.
 
     Raises:
-        CheckpointError: if `folder` contains no checkpoint, or a version that is not supported.
+        CheckpointError: if `folder` contains no checkpoint or an unsupported checkpoint version.
     """
     rank, size = (dist.get_rank(), dist.get_world_size()) if has_other_ranks() else (0, 1)
     info, own_damage, own_problem = None, None, None
@@ -464,7 +464,7 @@ def _read_verified_info(folder: Path) -> CheckpointInfo | str:
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, info: CheckpointInfo, folder: Path) -> None:
-    """Raise CheckpointError if the checkpoint was saved with another optimizer class or none."""
+    """Raise CheckpointError if the checkpoint has no optimizer state or another optimizer class."""
     class_name = type(optimizer).__name__
     if info.groups is None:
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""Checksum files beside weights of `save_pretrained` and token files, whose formats have none.
+"""Checksum files for `save_pretrained` weights and for token files, whose formats have none.
 
 `NAME.checksum` has the size of the file `NAME` and the CRC-32 of each of its blocks, so that a
 reader verifies only the blocks that it reads. A file without checksums is not verified.
@@ -28,15 +28,16 @@ def checksum_file(path: Path) -> Path:
 
 
 def write_checksum(path: Path) -> None:
-    """Write the checksums of a complete file beside it."""
+    """Write the checksum file of a complete file."""
     write_text(checksum_file(path), _compute_checksum_text(path))
 
 
 def publish_with_checksum(partial: Path, path: Path) -> None:
-    """Rename a complete file to `path`, and write its checksums beside it.
+    """Rename a complete file to `path`, and write its checksum file.
 
     Raises:
-        OSError: if the checksums cannot be written; an earlier file and its checksums stay.
+        OSError: if the checksums cannot be written; an existing `path` and its checksum file are
+            not changed.
     """
     # Everything is on the disk before the first of the two names changes.
     checksums = checksum_file(partial)
@@ -75,7 +76,7 @@ class FileChecksums:
 
 @dataclass(frozen=True)
 class CheckedFile:
-    """A file with checksums, of which each block is verified when it is first needed.
+    """A file whose blocks are verified against their checksums on first use.
 
     Args:
         path: the file.

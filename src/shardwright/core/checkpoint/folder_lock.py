@@ -51,10 +51,13 @@ def lock_folders(*folders: Path) -> Iterator[tuple[int, ...]]:
 
 @contextmanager
 def _lock_folder(folder: Path) -> Iterator[list[int]]:
-    """Context manager that locks one folder, and yields the file descriptor of the lock in a list;
-    an empty list if this run has locked the folder already.
+    """Context manager that locks one folder.
 
     On exit removes the lock file, and the folder if it is new and empty.
+
+    Yields:
+        A list with the file descriptor of the lock; empty if this run has locked the folder
+        already, or the file system does not support locks.
     """
     path, is_new = folder / LOCK_FILE, not folder.exists()
     try:
@@ -69,8 +72,8 @@ def _lock_folder(folder: Path) -> Iterator[list[int]]:
         yield [lock]
     finally:
         # The file is removed before the lock is released: the next process that acquires the lock
-        # detects by `_is_open_file_at` that its file is gone. An error here would replace the error
-        # that ends the run, and a leftover file locks nothing.
+        # detects by `_descriptor_matches_path` that its file is gone. An error here would replace
+        # the error that ends the run, and a leftover file locks nothing.
         with suppress(OSError):
             path.unlink(missing_ok=True)
         if is_new:
@@ -148,7 +151,7 @@ def _acquire_lock(path: Path) -> int | None:
             return None
         # If not, the previous holder has removed the file since it was opened here, and the loop
         # opens the new one.
-        if _is_open_file_at(path, file):
+        if _descriptor_matches_path(path, file):
             os.truncate(file, 0)
             date = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
             os.write(file, f"{_format_lock_text(os.getpid())}{date}".encode())
@@ -156,11 +159,11 @@ def _acquire_lock(path: Path) -> int | None:
         os.close(file)
 
 
-def _is_open_file_at(path: Path, file: int) -> bool:
-    """Whether the file descriptor `file` still refers to the file at `path`, which the previous
-    holder of the lock may have removed."""
+def _descriptor_matches_path(path: Path, descriptor: int) -> bool:
+    """Whether the open file is still the file at `path`: the previous holder of the lock may have
+    removed it."""
     try:
-        return os.path.samestat(os.fstat(file), path.stat())
+        return os.path.samestat(os.fstat(descriptor), path.stat())
     except FileNotFoundError:
         return False
 

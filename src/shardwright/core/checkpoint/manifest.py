@@ -146,8 +146,8 @@ def open_regular_file(path: Path) -> io.BufferedReader:
     """Open a file of a checkpoint to read its bytes.
 
     Raises:
-        OSError: if the file cannot be opened, or is a link, a folder, a pipe or a device: a
-            checkpoint from elsewhere could make a run read other files, or wait forever.
+        OSError: if the file cannot be opened or is not a regular file. Through a link or a pipe, an
+            untrusted checkpoint could make a run read other files, or wait forever.
     """
     # O_NOFOLLOW makes a link an error; without O_NONBLOCK, opening a pipe would wait for a writer.
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK

@@ -97,11 +97,11 @@ def unsaved_trained_names(net: nn.Module, saved: Iterable[str]) -> set[str]:
 
 
 def _map_model_names_to_saved(first: dict[str, str], saved: Iterable[str]) -> dict[str, str]:
-    """Map parameter names in the model to saved names. Saved names that the model lacks map to
+    """Map parameter names in the model to saved names; saved names that the model lacks map to
     themselves.
 
     Args:
-        first: the first name of each tensor of the model, by any name of the tensor.
+        first: the first name of each tensor of the model, by each of its (tied) names.
         saved: the saved names.
     """
     # Reversed, so that the first of tied names wins.

@@ -210,7 +210,7 @@ def _restore_group_settings(
         more = f" and {len(replaced) - 10} more" if len(replaced) > 10 else ""
         warnings.warn(
             f"the checkpoint's settings of {type(optimizer).__name__} were restored: {shown}{more}"
-            "\nset them after loading to use other values",
+            "\nto use other values, set them after loading",
             CheckpointWarning,
             stacklevel=5,
         )

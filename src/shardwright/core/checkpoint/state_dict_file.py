@@ -91,7 +91,7 @@ def _merge_shards(net: nn.Module, path: Path, tensors: dict[str, Tensor]) -> Non
         originals = checkpoint_state.original_module(net).state_dict()
 
         def read(name: str) -> Tensor:
-            tensor = _allocate_memory_mapped(shards / f"{name}.full", originals[name])
+            tensor = _allocate_memory_mapped_tensor(shards / f"{name}.full", originals[name])
             destination = {f"{checkpoint_state.MODEL}.{name}": tensor}
             state_dict_loader.load(destination, storage_reader=reader, no_dist=True)
             return tensor
@@ -121,8 +121,11 @@ def _remove_shards(folder: Path) -> None:
 
 
 def _find_foreign_file(folder: Path) -> str | None:
-    """Return the path of a file in `folder` that `save_state_dict` does not write, or `folder` if
-    it is not a folder; None if there is neither."""
+    """Return a path that prevents `save_state_dict` from using `folder` for temporary shards.
+
+    The path is a file in `folder` that `save_state_dict` does not write, or `folder` itself if it
+    is not a folder; None if nothing prevents the use.
+    """
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
         return str(folder)
     entries = folder.iterdir() if folder.is_dir() else ()
@@ -178,7 +181,7 @@ def load_state_dict(net: nn.Module, path: str | Path) -> None:
             )
     is_planned = _is_distributed(net, checkpoint_state.model_tensors(net))
     if is_planned:
-        _verify_with_all_ranks(files)
+        _verify_checksums_on_all_ranks(files)
     else:
         _verify_checksums(files)
     # Mapped into memory, not read.
@@ -201,8 +204,8 @@ def _verify_checksums(files: Sequence[Path]) -> None:
 
 
 @by_all_ranks("load_state_dict")
-def _verify_with_all_ranks(files: Sequence[Path]) -> None:
-    """Verify the checksums of files, each rank those of some files. Collective.
+def _verify_checksums_on_all_ranks(files: Sequence[Path]) -> None:
+    """Verify the checksums of files, which are divided among the ranks. Collective.
 
     Raises:
         CheckpointError: on all ranks, if a file is damaged.
@@ -242,7 +245,7 @@ def _iterate_numbered_series(files: Sequence[Path]) -> Iterator[Path]:
                 yield file.with_stem(f"{name}{number:0{len(digits)}}-of-{count}")
 
 
-def _allocate_memory_mapped(path: Path, template: Tensor) -> Tensor:
+def _allocate_memory_mapped_tensor(path: Path, template: Tensor) -> Tensor:
     """Allocate a CPU tensor with the shape and dtype of `template` in a new memory-mapped file, so
     that the kernel can evict pages."""
     if template.numel() == 0:  # mmap cannot map an empty file

@@ -111,8 +111,8 @@ class CheckpointReader(FileSystemReader):
 
 
 def _check_tensor_chunks(key: str, tensor: Any, storage: Mapping[MetadataIndex, Any]) -> None:
-    """Raise ValueError if a chunk of a tensor is in no file, outside the tensor, or larger than the
-    bytes in its file."""
+    """Raise ValueError if a chunk of a tensor is in no file, exceeds the bounds of the tensor, or
+    needs more bytes than its file has for it."""
     for chunk in tensor.chunks:
         # DCP identifies the chunks of a tensor by their offsets.
         info = storage.get(MetadataIndex(key, chunk.offsets))
