@@ -48,8 +48,8 @@ class CollectiveSpec:
         gloo_rounds: number of rounds with gloo; None for `rounds`.
         joins: type of two consecutive steps that one step of this type can replace; None if it
             replaces no steps.
-        axes_between: function of two layouts that returns the axes of one step of this type from
-            the first to the second, or None if no such step exists; None without `joins`.
+        axes_between: function that returns the axes of a single step of this type from a source to
+            a target layout, or None if no such step exists; None without `joins`.
     """
 
     name: str

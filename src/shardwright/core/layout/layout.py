@@ -43,7 +43,8 @@ class Layout:
         rank_list: the rank at each position of the matrix in row-major order; by default 0, 1, 2, …
 
     Raises:
-        LayoutError: if these are not tuples of positive ints, distinct names and distinct ranks.
+        LayoutError: if `device_matrix` is not a tuple of positive ints, or `alias_names` or
+            `rank_list` is not a tuple of distinct entries, one per axis or device.
     """
 
     device_matrix: tuple[int, ...]
@@ -78,10 +79,10 @@ class Layout:
 
     def __hash__(self) -> int:
         # Computed once: layouts are keys of all caches of the searches.
-        return self._hash
+        return self._cached_hash
 
     @cached_property
-    def _hash(self) -> int:
+    def _cached_hash(self) -> int:
         # Ints only: hashes of str differ between processes, and a pickled layout keeps its hash.
         return hash((self.device_matrix, self.rank_list or ()))
 
@@ -234,10 +235,10 @@ class TensorLayout:
             )
 
     def __hash__(self) -> int:
-        return self._hash
+        return self._cached_hash
 
     @cached_property
-    def _hash(self) -> int:
+    def _cached_hash(self) -> int:
         return hash((self.layout, self.axes, self.partial, self.varying))
 
     @property

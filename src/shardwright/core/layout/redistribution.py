@@ -117,8 +117,11 @@ class RedistributionStep:
         return tuple(destinations)
 
     def _group_positions_by_block(self, layout: TensorLayout) -> dict[tuple[int, ...], list[int]]:
-        """Return the positions in the group of the devices that have each shard, by index of the
-        shard. `layout` is `self.source` or `self.target`."""
+        """Map the index of each shard to the devices that have it, as positions in the group.
+
+        Args:
+            layout: `self.source` or `self.target`.
+        """
         sizes = self.source.device_matrix
         pairs = zip(self.source.axes, self.target.axes, strict=True)
         # A permute keeps the numbers of shards, so leading and trailing axes that both layouts have
@@ -234,7 +237,7 @@ def redistribution_steps(
     steps, current = [], source
     for move in route_search.route(problem):
         following = translation.layout_after(current, move)
-        steps.append(_translate_move(move, translation, current, following))
+        steps.append(_convert_move_to_step(move, translation, current, following))
         current = following
     return tuple(_order_by_link_speed(steps))
 
@@ -286,13 +289,13 @@ def _order_by_link_speed(path: list[RedistributionStep]) -> list[RedistributionS
         layout = steps[0].source
         # The smallest index is the outermost axis, which has the slowest links.
         for step in sorted(steps, key=lambda s: min(s.axes), reverse=operation == "reduce_scatter"):
-            ordered.append(_rebase_step(step, layout))
+            ordered.append(_replace_source_layout(step, layout))
             layout = ordered[-1].target
     return ordered
 
 
-def _rebase_step(step: RedistributionStep, source: TensorLayout) -> RedistributionStep:
-    """Return `step`, which changes one dimension, as a step that starts from layout `source`."""
+def _replace_source_layout(step: RedistributionStep, source: TensorLayout) -> RedistributionStep:
+    """Return `step` with `source` as its source layout, and its target layout adapted to match."""
     axes = tuple(
         step.target.axes[dim] if dim == step.dim else dim_axes
         for dim, dim_axes in enumerate(source.axes)
@@ -398,13 +401,13 @@ class _RouteProblemTranslation:
         )
 
 
-def _translate_move(
+def _convert_move_to_step(
     move: route_search.Move,
     translation: _RouteProblemTranslation,
     source: TensorLayout,
     target: TensorLayout,
 ) -> RedistributionStep:
-    """Return the redistribution step, from `source` to `target`, of a move of the route search."""
+    """Convert a move of the route search to the redistribution step from `source` to `target`."""
     axes = translation.mesh_axes(move.axes)
     if move.operation == route_search.PERMUTE:
         pairs = zip(source.axes, target.axes, strict=True)
@@ -438,10 +441,10 @@ def _strip_common_prefix_and_suffix(first: Axes, second: Axes) -> tuple[Axes, Ax
 def _group_redistributed_axes(
     source: TensorLayout, target: TensorLayout, prefixes: tuple[Axes, ...]
 ) -> list[Axes]:
-    """Return the mesh axes that the redistribution moves, in groups of one axis; for more than
-    `ALL_MOVES_AXES` axes, in groups of axes that move together.
+    """Return the mesh axes that a redistribution moves, in the groups of the reduced problem.
 
-    The common leading axes of each dimension, `prefixes`, do not move.
+    Each axis is its own group, unless more than `ALL_MOVES_AXES` axes move; then axes that move
+    together share a group. The common leading axes of each dimension, `prefixes`, do not move.
     """
     fixed = {axis for axes in prefixes for axis in axes}
     before, after = _compute_axis_states(source, fixed), _compute_axis_states(target, fixed)
@@ -479,8 +482,11 @@ def _group_redistributed_axes(
 def _compute_axis_states(
     layout: TensorLayout, fixed: set[int]
 ) -> dict[int, tuple[int | str, int | None]]:
-    """Return the state of each axis: (dimension, index among the axes of the dimension) for an axis
-    that shards a dimension, or (name, None) with the name "fixed", "partial", "varying" or ""."""
+    """Return how a layout uses each mesh axis, by index of the axis.
+
+    The entry of an axis that shards a dimension is (dimension, index among the dimension's axes).
+    Other entries are ("fixed" | "partial" | "varying" | "", None); "" is a replicated axis.
+    """
     states: dict[int, tuple[int | str, int | None]] = {}
     for axis in range(len(layout.device_matrix)):
         # Axes that shard a dimension are overwritten below.

@@ -190,7 +190,7 @@ def _heuristic_search(problem: Problem, best_cost: int, best_path: Path) -> tupl
 
     Args:
         problem: the problem to solve.
-        best_cost, best_path: cost and moves of a known route.
+        best_cost, best_path: cost and moves of the route to improve.
 
     Returns:
         The cost and the moves of the best route found.
@@ -369,13 +369,14 @@ def _iterate_gathering_moves(problem: Problem, state: State, settled: Axes) -> I
 def _iterate_axis_permutations(
     problem: Problem, axes_by_dim: AxesByDim, settled: Axes, axes: frozenset[int]
 ) -> Iterator[AxesByDim]:
-    """Yield other assignments of axes to dimensions with the same numbers of shards.
+    """Yield candidate permutes, as the axes that shard each dimension afterwards.
 
-    For problems of more than `ALL_MOVES_AXES` axes, yields only assignments that settle more axes.
+    A permute does not change the number of shards of a dimension. In problems of more than
+    `ALL_MOVES_AXES` axes, only permutes that settle more axes are considered.
 
     Args:
         problem: the problem to solve.
-        axes_by_dim: the axes that shard each dimension.
+        axes_by_dim: the axes that shard each dimension before the permute.
         settled: number of settled axes of each dimension.
         axes: the axes that may shard a dimension.
     """
@@ -401,8 +402,7 @@ def _iterate_axis_permutations(
 def _list_equal_count_assignments(
     sizes: Axes, axes_by_dim: AxesByDim, axes: frozenset[int]
 ) -> tuple[AxesByDim, ...]:
-    """Return the assignments of axes to dimensions, other than `axes_by_dim`, with the same numbers
-    of shards.
+    """Return all other assignments of axes to dimensions with the shard counts of `axes_by_dim`.
 
     Args:
         sizes: number of devices along each axis.
