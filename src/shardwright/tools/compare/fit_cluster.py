@@ -26,10 +26,8 @@ TOLERANCE = 0.05
 """Assumed relative error of published throughput, the unit of the residuals."""
 
 PRIOR_WEIGHT, PRIOR_WEIGHT_FEW_RUNS = 0.3, 1.0
-"""Weights of the prior: the residual of a figure that differs from its initial value by a factor of
-exp(`log_spread`).
-The second weight applies if there are fewer runs than figures, which then determine each figure
-less."""
+"""Weights of the prior with at least as many runs as figures, and with fewer runs.
+The weight is the residual of a figure that has exp(`log_spread`) times its initial value."""
 
 UNEXPLAINED_ERROR = 0.15
 """Relative error of a fitted prediction above which its run is reported."""

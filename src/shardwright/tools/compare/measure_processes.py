@@ -78,7 +78,7 @@ def measure_cluster(processes: int, on_progress: OnProgress = ignore_progress) -
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "cluster.yaml"
         reports: SimpleQueue[tuple[str, int, int]] = get_context("spawn").SimpleQueue()
-        context = spawn(_measure_as_process, (processes, result, reports), processes, join=False)  # type: ignore[no-untyped-call]
+        context = spawn(_measure_in_process, (processes, result, reports), processes, join=False)  # type: ignore[no-untyped-call]
         on_progress("starting processes")
         # False while processes run; raises the error of a process that failed.
         while not context.join(timeout=0.2):
@@ -87,7 +87,7 @@ def measure_cluster(processes: int, on_progress: OnProgress = ignore_progress) -
         return read_cluster(read_text(result, ConfigError), str(result))
 
 
-def _measure_as_process(
+def _measure_in_process(
     rank: int, processes: int, result: Path, reports: SimpleQueue[tuple[str, int, int]]
 ) -> None:
     """Run the measurements as one of the processes.

@@ -99,14 +99,14 @@ class MeasuredComparison:
 
 def spearman(x: Sequence[float], y: Sequence[float]) -> float:
     """Return Spearman's ρ, with mean ranks for ties; NaN if all of `x` or all of `y` are equal."""
-    ranks = np.array([_tie_averaged_ranks(x), _tie_averaged_ranks(y)])
+    ranks = np.array([_compute_tie_averaged_ranks(x), _compute_tie_averaged_ranks(y)])
     # 0 if all values of one of the two are equal.
     spread = ranks.std(axis=1).prod()
     # Pearson's correlation of the ranks.
     return float(np.cov(ranks, bias=True)[0, 1] / spread) if spread else float("nan")
 
 
-def _tie_averaged_ranks(values: Sequence[float]) -> list[float]:
+def _compute_tie_averaged_ranks(values: Sequence[float]) -> list[float]:
     # The first rank of a tie, plus half the distance to its last.
     ordered = sorted(values)
     return [ordered.index(value) + (ordered.count(value) - 1) / 2 for value in values]
@@ -156,7 +156,7 @@ def compare_measured(
     model_plans = []
     for run, file in zip(runs, experts, strict=True):
         on_progress(f"{_tiny_model_name(run)}: planning")
-        model_plans.append(_distinct_plans(run, str(file), machine, devices))
+        model_plans.append(_make_distinct_plans(run, str(file), machine, devices))
     on_progress("measuring steps on local processes")
     orders = [
         _save_measure_order(index, plans, logs.run, rounds)
@@ -184,10 +184,10 @@ class _ModelPlans:
     plans: tuple[tuple[tuple[str, ...], Plan], ...]
 
 
-def _distinct_plans(run: Run, config: str, cluster: Cluster, devices: int) -> _ModelPlans:
+def _make_distinct_plans(run: Run, config: str, cluster: Cluster, devices: int) -> _ModelPlans:
     comparison = GridComparison(run, cluster, devices)
     distinct: list[tuple[list[str], Plan]] = []
-    for name, plan in _named_plans(comparison):
+    for name, plan in _iterate_named_plans(comparison):
         # Equal plans are measured once; a difference between their times would be noise.
         equal_names = next(
             (names for names, other in distinct if _have_equal_programs(plan, other)), None
@@ -201,7 +201,7 @@ def _distinct_plans(run: Run, config: str, cluster: Cluster, devices: int) -> _M
     )
 
 
-def _named_plans(comparison: GridComparison) -> Iterator[tuple[str, Plan]]:
+def _iterate_named_plans(comparison: GridComparison) -> Iterator[tuple[str, Plan]]:
     degrees, expert = comparison.expert()
     yield alternative_name(EXPERT, degrees), expert
     automatic = comparison.automatic()

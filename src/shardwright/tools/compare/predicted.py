@@ -175,8 +175,7 @@ class GridComparison:
         the limit.
 
         Args:
-            expert: the expert's alternative; yielded as the best of the grid if it fits and no plan
-                of the grid that fits is faster.
+            expert: the expert's alternative, which competes with the plans of the grid.
             planned_points: plans of the grid that have already been made, by degrees of
                 parallelism.
         """

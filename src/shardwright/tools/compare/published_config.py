@@ -174,7 +174,7 @@ def planned_runs(
         )
     # A given cluster takes the place of the run's own, with other figures.
     return [
-        _planned_measurement(run, cluster or _load_cluster_of_run(run)) for run in selected
+        _make_planned_measurement(run, cluster or _load_cluster_of_run(run)) for run in selected
     ], left_out
 
 
@@ -187,7 +187,9 @@ def _load_cluster_of_run(run: PublishedRun | ConfiguredRun) -> Cluster:
     return cluster_of_run(run) if isinstance(run, PublishedRun) else cluster_of(run)
 
 
-def _planned_measurement(run: PublishedRun | ConfiguredRun, cluster: Cluster) -> PlannedMeasurement:
+def _make_planned_measurement(
+    run: PublishedRun | ConfiguredRun, cluster: Cluster
+) -> PlannedMeasurement:
     if isinstance(run, ConfiguredRun):
         return PlannedConfiguration(run, cluster)
     return PlannedRun(run, cluster)

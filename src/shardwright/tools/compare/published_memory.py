@@ -1,8 +1,8 @@
 """Peak memory of a published run, with the tensors that the run's framework allocates.
 
 A dry run measures what a plan of this program allocates. Frameworks differ in what they store
-(`Software`): dtype of gradients, logits that the loss copies, and activations that a fused kernel
-or a repeated all-gather makes unnecessary to save.
+(`Software`): dtype of gradients, copies of logits in the loss, and saved activations, which fused
+kernels and a regather in the backward pass reduce.
 """
 
 from __future__ import annotations
@@ -40,11 +40,12 @@ _ACTIVATIONS = {aten.silu.default, aten.gelu.default}
 def framework_peak_bytes(
     memory: Memory, partitioned: Partitioned, software: Software, recomputes: bool
 ) -> int:
-    """Return the largest peak of all stages, in bytes per device, with the tensors that the
-    framework of a run allocates.
+    """Return the peak memory of a published run: bytes per device of the stage with most memory.
 
     Args:
-        memory: memory of the same plan, as measured by dry runs of this program.
+        memory: memory of the same plan in this program, as measured by dry runs.
+        partitioned: the partitioned model of the plan.
+        software: memory settings of the framework that trained the run.
         recomputes: whether blocks are recomputed, so that they save only their inputs.
     """
     orders = actions(partitioned.pipeline)
@@ -63,8 +64,8 @@ def framework_peak_bytes(
 
 
 def unsaved_bytes(chunk: Chunk, software: Software) -> float:
-    """Return the bytes per micro-batch of activations that a dry run of `chunk` saves for the
-    backward pass, and that the framework of a run does not save."""
+    """Return the bytes of activations per micro-batch that a dry run of `chunk` saves for the
+    backward pass, but the published framework does not."""
     unsaved = 0.0
     if software.fuses_activations:
         unsaved += sum(_fused_activation_bytes(chunk))
@@ -74,10 +75,10 @@ def unsaved_bytes(chunk: Chunk, software: Software) -> float:
 
 
 def _fused_activation_bytes(chunk: Chunk) -> Iterator[float]:
-    """Yield the bytes of each activation function's output that a fused kernel does not save.
+    """Yield the bytes of each output of an activation function that a fused kernel does not save.
 
-    A kernel that computes both activation function and product, such as SwiGLU, saves their inputs
-    only.
+    A kernel that also computes the product with this output, such as SwiGLU, saves only the inputs
+    of both operators.
     """
     graph = chunk.graph
     readers: dict[Value, list[Op]] = {}
@@ -87,16 +88,18 @@ def _fused_activation_bytes(chunk: Chunk) -> Iterator[float]:
             readers.setdefault(value, []).append(op)
     for op in graph.ops:
         if op.target is experts:
-            yield _fused_bytes_of_experts(op, chunk)
+            yield _fused_expert_bytes(op, chunk)
         elif op.target in _ACTIVATIONS and all(
             reader.target is aten.mul.Tensor for reader in readers.get(op.output, [])
         ):
             yield local_output_bytes(op, chunk.mesh, chunk.decisions.cuts)
 
 
-def _fused_bytes_of_experts(op: Op, chunk: Chunk) -> float:
-    """Return the bytes per device of two outputs inside a mixture of experts, which fused kernels
-    do not save: of the gate's activation function, and of its product with the up projection."""
+def _fused_expert_bytes(op: Op, chunk: Chunk) -> float:
+    """Return the bytes per device of expert activations that fused kernels do not save.
+
+    These are the output of the gate's activation function and its product with the up projection.
+    """
     arguments = call_arguments(op)
     inner: int = arguments["down"].shape[-1]
     rule = rule_of(op)
@@ -108,11 +111,11 @@ def _fused_bytes_of_experts(op: Op, chunk: Chunk) -> float:
 
 
 def _gathered_activation_bytes(chunk: Chunk) -> Iterator[float]:
-    """Yield, for each all-gathered input of linear layers, the bytes by which it exceeds its shard.
+    """Yield the bytes per device that Megatron-LM saves by regathering an input of linear layers.
 
-    With sequence parallelism Megatron-LM saves the shard, and gathers it again in the backward
-    pass, during the gradient of the input (Korthikanti et al., "Reducing activation recomputation
-    in large transformer models", 2022).
+    With sequence parallelism Megatron-LM keeps only the shard of an all-gathered input, and gathers
+    it again in the backward pass, during the gradient of the input (Korthikanti et al., "Reducing
+    activation recomputation in large transformer models", 2022).
     """
     gathered = {}
     for op in chunk.graph.ops:
@@ -146,8 +149,8 @@ def local_output_bytes(op: Op, mesh: DeviceMatrix, cuts: Mapping[str, Cuts]) -> 
 
 
 def _excess_loss_bytes(stage: StageMemory, chunks: Iterable[Chunk], software: Software) -> int:
-    """Return the bytes that this program's loss allocates at the peak of `stage` in excess of the
-    published framework's loss; 0 if memory does not peak in the backward pass of the loss."""
+    """Return the additional bytes of this program's loss over the published framework's, at the
+    peak of `stage`; 0 if memory does not peak in the backward pass of the loss."""
     if software.logit_bytes is None:
         return 0
     for chunk in chunks:
@@ -167,8 +170,8 @@ def _excess_loss_bytes(stage: StageMemory, chunks: Iterable[Chunk], software: So
 
 
 def _max_passes_in_flight(order: Iterable[Action]) -> int:
-    """Return the largest number of forward passes of a stage's chunks whose activations are alive
-    at the same time.
+    """Return the maximum number of micro-batches in flight on a stage, counted in each of its
+    chunks.
 
     Args:
         order: the forward and backward passes of the stage, in order.

@@ -25,8 +25,8 @@ def with_more_blocks(graph: Graph, blocks: Sequence[str], num_blocks: int) -> Gr
         num_blocks: number of blocks of the result, at least `CAPTURED_BLOCKS`.
 
     Returns:
-        The graph, whose other values and operators are those of `graph`; None if the second and the
-        third block differ, or do not run one after the other.
+        The graph, which shares all other values and operators with `graph`; None if the second and
+        the third block differ, or do not run one after the other.
     """
     spans = [_ops_of_block(graph, block) for block in blocks]
     # A buffer that a block updates would have no update in copies of the block.
@@ -38,7 +38,7 @@ def with_more_blocks(graph: Graph, blocks: Sequence[str], num_blocks: int) -> Gr
         return None
     # Each copy reads outputs of the previous block where the second block reads those of the first.
     previous = dict(zip(_iterate_outputs(first), _iterate_outputs(middle), strict=False))
-    steps = _corresponding_values(graph, middle, last, previous)
+    steps = _match_values_of_blocks(graph, middle, last, previous)
     if steps is None:
         return None
     parent = blocks[1].rpartition(".")[0]
@@ -83,7 +83,7 @@ def with_more_blocks(graph: Graph, blocks: Sequence[str], num_blocks: int) -> Gr
         parameters=extend(graph.parameters),
         buffers=extend(graph.buffers),
         constants=constants,
-        module_tags=_extended_tags(graph, blocks, num_blocks),
+        module_tags=_extend_module_tags(graph, blocks, num_blocks),
     )
 
 
@@ -110,11 +110,12 @@ def _run_consecutively(graph: Graph, blocks: Sequence[Sequence[Op]]) -> bool:
     )
 
 
-def _corresponding_values(
+def _match_values_of_blocks(
     graph: Graph, middle: Sequence[Op], last: Sequence[Op], previous: Mapping[Value, Value]
 ) -> dict[Value, Value] | None:
-    """Return, for each tensor that the middle block reads or computes, its counterpart in the last
-    block; None if the two blocks differ.
+    """Map each tensor that the middle block reads or computes to its counterpart in the last block.
+
+    Returns None if the two blocks differ.
 
     Args:
         graph: the graph with both blocks.
@@ -169,7 +170,7 @@ def _make_path_renamer(old_path: str, new_path: str) -> Callable[[str], str]:
     return rename
 
 
-def _extended_tags(
+def _extend_module_tags(
     graph: Graph, blocks: Sequence[str], num_blocks: int
 ) -> dict[str, tuple[object, ...]]:
     parent = blocks[1].rpartition(".")[0]

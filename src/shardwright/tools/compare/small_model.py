@@ -56,9 +56,9 @@ class SmallSharding:
 def shardings(processes: int) -> tuple[SmallSharding, ...]:
     """Return the shardings to measure with `processes` processes.
 
-    The shardings are a replica per device, with and without recomputation; data parallelism with
-    FSDP, and with recomputation; and all combinations of data, tensor and pipeline parallelism, the
-    last one with more micro-batches as well.
+    The shardings vary recomputation on one device and with data parallelism, FSDP, and the degrees
+    of data, tensor and pipeline parallelism. The last combination of degrees also has a variant
+    with more micro-batches.
     """
     combinations = [
         SmallSharding(processes // stages // tensor, tensor, stages)

@@ -81,7 +81,7 @@ def measure(order: MeasureOrder, world: World, device: torch.device) -> list[lis
     seconds: list[list[float]] = [[] for _ in steps]
     for round_index in range(order.rounds):
         for plan_index in plan_order(len(steps), round_index):
-            seconds[plan_index].append(_seconds_on_slowest_rank(steps[plan_index], device))
+            seconds[plan_index].append(_measure_seconds_on_slowest_rank(steps[plan_index], device))
     return seconds
 
 
@@ -112,7 +112,7 @@ def plan_order(num_plans: int, round_index: int) -> list[int]:
     return [(round_index + step * index) % num_plans for index in range(num_plans)]
 
 
-def _seconds_on_slowest_rank(step: Callable[[], object], device: torch.device) -> float:
+def _measure_seconds_on_slowest_rank(step: Callable[[], object], device: torch.device) -> float:
     """Return the seconds of a step on the slowest process."""
     step()  # Untimed: as in training, the timed step follows a step of the same plan.
     # All processes begin the timed step together.
@@ -208,7 +208,7 @@ def tiny_run(run: Run, devices: int) -> Run:
 def _scale_recomputed_blocks(
     recompute: RecomputeSection | None, layers: int, tiny_layers: int
 ) -> RecomputeSection | None:
-    """Convert the recomputed blocks of a model with `layers` blocks to one with `tiny_layers`."""
+    """Map the recomputed blocks of a model with `layers` blocks to those of its tiny variant."""
     if recompute is None:
         return None
 

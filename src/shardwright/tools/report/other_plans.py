@@ -18,7 +18,7 @@ THIS_PLAN = "this plan"
 
 
 def other_plans(plan: PlanData, others: Mapping[str, PlanData | str]) -> Iterator[OtherPlan]:
-    """Yield a comparison entry for each plan, first that of the page, with bars on a shared scale.
+    """Yield a comparison entry for each plan, the page's plan first, with bars on a shared scale.
 
     Args:
         others: for each plan to compare with, by name, the plan or the reason why it could not be
@@ -41,7 +41,10 @@ def other_plans(plan: PlanData, others: Mapping[str, PlanData | str]) -> Iterato
         else:
             changes = Chart() if each is plan else _make_differences_table(plan, each)
             yield OtherPlan(
-                name, parallelism_sentence(each), tuple(_plan_stacks(each, *maxima)), changes
+                name,
+                parallelism_sentence(each),
+                tuple(_iterate_plan_stacks(each, *maxima)),
+                changes,
             )
 
 
@@ -49,24 +52,26 @@ def _peak_bytes(plan: PlanData) -> int:
     return 0 if plan.known_memory is None else plan.known_memory.peak
 
 
-def _plan_stacks(
+def _iterate_plan_stacks(
     plan: PlanData, max_seconds: float, max_peak_bytes: int, max_sent_bytes: int
 ) -> Iterator[Stack]:
     # Without a cluster, plans have no step time.
     if plan.step_time is not None and max_seconds:
-        yield _single_bar_stack("step", seconds_text(plan.step_time), plan.step_time / max_seconds)
+        yield _make_single_bar_stack(
+            "step", seconds_text(plan.step_time), plan.step_time / max_seconds
+        )
     peak_bytes, limit = _peak_bytes(plan), plan.memory_limit
     if peak_bytes:
         size_text = bytes_text(peak_bytes) + ", does not fit" * plan.over_limit
         limit_position = None if limit is None else limit / max_peak_bytes
         state = "bad" if plan.over_limit else ""
         length = peak_bytes / max_peak_bytes
-        yield _single_bar_stack("memory", size_text, length, limit_position, state)
+        yield _make_single_bar_stack("memory", size_text, length, limit_position, state)
     # On one device nothing is sent.
-    yield _single_bar_stack("sent", bytes_text(plan.bytes), plan.bytes / (max_sent_bytes or 1))
+    yield _make_single_bar_stack("sent", bytes_text(plan.bytes), plan.bytes / (max_sent_bytes or 1))
 
 
-def _single_bar_stack(
+def _make_single_bar_stack(
     category: str, size_text: str, length: float, limit: float | None = None, state: str = ""
 ) -> Stack:
     bar = Bar(category, category, size_text, 0.0, length)

@@ -1,4 +1,4 @@
-"""Content of a report page, with lengths as fractions, and its rendering with a template."""
+"""Content of a report page as dataclasses, with lengths as fractions, and its rendering as HTML."""
 
 from __future__ import annotations
 

@@ -59,8 +59,8 @@ def picture(layout: TensorLayout) -> Picture:
     # The last two dimensions are the grid; all others are sheets.
     rows, columns = padded[-2:]
     return Picture(
-        columns=tuple(_axis_borders(mesh, columns)),
-        rows=tuple(_axis_borders(mesh, rows)),
+        columns=tuple(_iterate_axis_borders(mesh, columns)),
+        rows=tuple(_iterate_axis_borders(mesh, rows)),
         # At least 1/64 of the side, to stay visible.
         block=(1 / min(mesh.size(columns), 64), 1 / min(mesh.size(rows), 64)),
         sheets=tuple(sheets[:MAX_SHEETS]),
@@ -69,8 +69,9 @@ def picture(layout: TensorLayout) -> Picture:
     )
 
 
-def _axis_borders(mesh: DeviceMatrix, axes: Axes) -> Iterator[Border]:
-    """Yield the borders of the outermost axes that give at most `MAX_BLOCKS` blocks."""
+def _iterate_axis_borders(mesh: DeviceMatrix, axes: Axes) -> Iterator[Border]:
+    """Yield the borders between the blocks of a dimension, by outermost axes first; inner axes that
+    would give more than `MAX_BLOCKS` blocks are left out."""
     blocks = 1
     for axis in axes:
         outer, blocks = blocks, blocks * mesh.device_matrix[axis]

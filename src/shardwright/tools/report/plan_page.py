@@ -86,20 +86,20 @@ def plan_page(
             another plan.
     """
     tree, pictures = page_tree(plan)
-    lanes, note = _stage_lanes(plan)
+    lanes, note = _make_stage_timelines(plan)
     return Page(
         title=f"Plan for {devices_text(plan.mesh, plan.pipeline.stages)}",
         sentence=parallelism_sentence(plan),
-        headlines=tuple(_key_figures(plan)),
+        headlines=tuple(_iterate_key_figures(plan)),
         notes=tuple(plan_notes(plan)),
         time=_step_time_chart(plan),
         measured=() if measured is None else tuple(_measured_charts(plan, measured)),
         memory=_memory_chart(plan),
-        curves=tuple(_memory_curves(plan)),
+        curves=tuple(_iterate_memory_curves(plan)),
         largest=_largest_tensors_chart(plan),
         lanes=lanes,
         pipeline_note=note,
-        stages=_stages_chart(plan),
+        stages=_make_stage_table(plan),
         traffic=_communication_chart(plan),
         others=_other_plans_chart(plan, others or {}),
         other_plans=tuple(other_plans(plan, others or {})),
@@ -117,7 +117,7 @@ def _mesh_axes(plan: PlanData) -> Iterator[Axis]:
         yield Axis(name, size, axis_parallelism(plan, index))
 
 
-def _key_figures(plan: PlanData) -> Iterator[Headline]:
+def _iterate_key_figures(plan: PlanData) -> Iterator[Headline]:
     # Pipeline stages are not an axis of the mesh, which is that of one stage.
     stages = [f"pp {plan.pipeline.stages}"] if plan.pipeline.stages > 1 else []
     mesh = [f"{axis.name} {axis.size}" for axis in _mesh_axes(plan)]
@@ -277,7 +277,7 @@ def _memory_chart(plan: PlanData) -> Chart:
     return Chart(tuple(rows), tuple(used), note, ("", *used, "peak", "when"), tuple(table))
 
 
-def _memory_curves(plan: PlanData) -> Iterator[Curve]:
+def _iterate_memory_curves(plan: PlanData) -> Iterator[Curve]:
     """Yield the memory of each stage's devices over time, with the limit if it is near the peak."""
     memory, limit = plan.known_memory, plan.memory_limit
     if memory is None:
@@ -316,8 +316,9 @@ def _largest_tensors_chart(plan: PlanData) -> Chart:
     return Chart(note=note, header=header, table=rows)
 
 
-def _stage_lanes(plan: PlanData) -> tuple[tuple[Lane, ...], str]:
-    """Return stage timelines, and a note; no timelines without stages or for too many passes."""
+def _make_stage_timelines(plan: PlanData) -> tuple[tuple[Lane, ...], str]:
+    """Return the timeline of each stage, and a note; no timelines for one stage or if there are
+    more than `MAX_TIMELINE_PASSES` passes."""
     pipeline, chunks = plan.pipeline, plan.chunk_seconds
     if pipeline.stages == 1:
         return (), ""
@@ -357,7 +358,7 @@ def _stage_lanes(plan: PlanData) -> tuple[tuple[Lane, ...], str]:
     return lanes, f"Schedule {pipeline.schedule}, by {unit}: {idle}. The optimizer's step follows."
 
 
-def _stages_chart(plan: PlanData) -> Chart:
+def _make_stage_table(plan: PlanData) -> Chart:
     """Return the table of each stage's blocks, named by module path up to the first index."""
     if plan.pipeline.stages == 1:
         return Chart()
@@ -422,8 +423,8 @@ def _other_plans_chart(plan: PlanData, others: Mapping[str, PlanData | str]) -> 
 
 
 def _format_plan_row(plan: PlanData | str, page_plan: PlanData) -> tuple[str, ...]:
-    """Format a plan as a row of the comparison with the page's plan; for a plan that does not
-    exist, the row has empty cells and the reason."""
+    """Format a plan as a row of the table that compares it with the page's plan; the row of a plan
+    that could not be made has only the reason."""
     if isinstance(plan, str):
         # The reason is in the last column, that of the parallelism.
         return ("", "", "", "", "", "", plan)

@@ -28,11 +28,13 @@ def page_tree(plan: PlanData) -> tuple[tuple[Branch | Operator, ...], tuple[Pict
     operators_in_modules: list[_OperatorInModules] = []
     for folded_ops in fold_rows(plan.operators):
         *modules, name = split_module_path(folded_ops.row.name, MAX_DEPTH)
-        operators_in_modules.append((modules, _page_operator(plan, folded_ops, name, pictures)))
-    return tuple(_module_children(operators_in_modules)), tuple(map(picture, pictures))
+        operators_in_modules.append(
+            (modules, _make_page_operator(plan, folded_ops, name, pictures))
+        )
+    return tuple(_iterate_module_children(operators_in_modules)), tuple(map(picture, pictures))
 
 
-def _module_children(
+def _iterate_module_children(
     operators_in_modules: list[_OperatorInModules], path: str = ""
 ) -> Iterator[Branch | Operator]:
     """Yield the children of the module at `path`, in the order of the model.
@@ -50,14 +52,14 @@ def _module_children(
             continue
         child_path = f"{path}.{name}".lstrip(".")
         # A module's group has at least one operator, so the module has a child.
-        first, *others = _module_children(members, child_path)
+        first, *others = _iterate_module_children(members, child_path)
         if isinstance(first, Branch) and not others:
             yield replace(first, name=f"{name}.{first.name}")
         else:
             yield Branch(name, child_path, (first, *others))
 
 
-def _page_operator(
+def _make_page_operator(
     plan: PlanData, folded_ops: Fold, name: str, pictures: dict[TensorLayout, int]
 ) -> Operator:
     row, count = folded_ops.row, folded_ops.count
@@ -75,19 +77,23 @@ def _page_operator(
         seconds=count * row.seconds,
         why=why,
         reason=reason,
-        facts=tuple(_operator_fact_rows(plan, folded_ops, reason)),
-        inputs=tuple(_input_tensors(plan, row, pictures)),
+        facts=tuple(_iterate_operator_facts(plan, folded_ops, reason)),
+        inputs=tuple(_iterate_input_tensors(plan, row, pictures)),
         outputs=tuple(
-            _operator_tensor(f"output {index}" if index else "output", "", shape, layout, pictures)
+            _make_operator_tensor(
+                f"output {index}" if index else "output", "", shape, layout, pictures
+            )
             for index, (shape, layout) in enumerate(
                 zip(row.outputs, row.output_layouts, strict=True)
             )
         ),
-        redistributions=tuple(_redistribution_rows(row)),
+        redistributions=tuple(_iterate_redistribution_rows(row)),
     )
 
 
-def _operator_fact_rows(plan: PlanData, folded_ops: Fold, reason: str) -> Iterable[tuple[str, str]]:
+def _iterate_operator_facts(
+    plan: PlanData, folded_ops: Fold, reason: str
+) -> Iterable[tuple[str, str]]:
     row = folded_ops.row
     yield "why", reason
     yield from choice_lines(plan, folded_ops.members[0])
@@ -103,7 +109,7 @@ def _operator_fact_rows(plan: PlanData, folded_ops: Fold, reason: str) -> Iterab
         yield "source", row.source
 
 
-def _input_tensors(
+def _iterate_input_tensors(
     plan: PlanData, row: OperatorRow, pictures: dict[TensorLayout, int]
 ) -> Iterable[OperatorTensor]:
     for (name, shape, tensor_origin), layout in zip(row.inputs, row.input_layouts, strict=True):
@@ -111,10 +117,10 @@ def _input_tensors(
         # A parameter without an entry is stored as it is used.
         if tensor_origin == "parameter" and plan.storage.get(name, layout.axes) != layout.axes:
             stored = TensorLayout(plan.mesh, plan.storage[name]).placement
-        yield _operator_tensor(name, tensor_origin, shape, layout, pictures, stored)
+        yield _make_operator_tensor(name, tensor_origin, shape, layout, pictures, stored)
 
 
-def _operator_tensor(
+def _make_operator_tensor(
     name: str,
     origin: str,
     shape: tuple[int, ...],
@@ -133,7 +139,7 @@ def _operator_tensor(
     )
 
 
-def _redistribution_rows(row: OperatorRow) -> Iterable[tuple[str, str, str]]:
+def _iterate_redistribution_rows(row: OperatorRow) -> Iterable[tuple[str, str, str]]:
     for each in row.redistributions:
         # Consumers of one value share steps, which count for the first of them.
         shared = "; the rest is shared with an earlier operator" if each.shared else ""
