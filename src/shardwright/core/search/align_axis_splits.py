@@ -77,8 +77,8 @@ def _find_split_position(cuts: Cuts, equal_axes: Axes) -> int:
 
 
 def _split_axes_at(cuts: Cuts, equal_axes: Axes, position: int) -> dict[str, Axes]:
-    """Return the cuts of an operator with `equal_axes`, which cut two factors, split anew: the
-    first `position` axes cut the first factor, and the remaining axes cut the second."""
+    """Return an operator's cuts with the first `position` of `equal_axes` on one factor and the
+    others on a second factor; both factors are cut by `equal_axes` already."""
     # In the order of the axes, so that the first factor keeps the outermost ones.
     first, second = _group_axes_by_factor(cuts, equal_axes)
     split = {first: equal_axes[:position], second: equal_axes[position:]}

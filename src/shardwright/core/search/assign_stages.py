@@ -111,8 +111,7 @@ def operator_work(graph: Graph) -> list[float]:
 def _num_multiply_adds(op: Op) -> int:
     """Return the product of the sizes of all factors of a main operator; 0 for other operators.
 
-    Tokens are assumed to be spread evenly over the experts, as each token passes through only some
-    experts.
+    For a mixture of experts, each token counts only for the experts to which it is routed.
     """
     rule = rule_of(op)
     if rule is None or rule.main is None:
@@ -213,8 +212,8 @@ def _cheapest_chunk_starts(
 ) -> list[int]:
     """Return for each chunk end the valid start with the least `least_bytes`; ties go to the first.
 
-    A minimum over a sliding window: as ends advance, so do the starts within `limit`. The queue
-    holds the starts that may still become the cheapest, in order of cost.
+    The minimum over a sliding window: a later chunk end has later valid starts. A queue holds the
+    starts that may still become the cheapest, in order of cost.
 
     Args:
         total: work before each position.

@@ -1,7 +1,8 @@
 """Costs of the alternative choices of an operator on one axis, with all other operators fixed.
 
-Symbolic costs are computed as if the operator were decided last: operators without a cost model
-copy its choice unless they copy that of another main operator.
+Symbolic costs are computed as if the operator were decided last among the main operators (those
+with a cost model). Adjacent operators without a cost model then copy a choice: that of another main
+operator if it reaches them, else the choice of this operator.
 """
 
 from __future__ import annotations
@@ -265,7 +266,7 @@ def _axis_choices_by_symbolic_cost(
     indexed = index_graph(graph)
     recursions: dict[float, Recursion] = {}
     for axis, name in enumerate(mesh.alias_names):
-        shard_counts, choice = _list_shard_counts_and_choices(indexed, mesh, decisions, axis)
+        shard_counts, choice = _decisions_by_op(indexed, mesh, decisions, axis)
         level = AxisLevel(indexed, shard_counts, mesh.device_matrix[axis])
         level.choices = choice
         equal_ops: dict[object, list[int]] = {}
@@ -312,10 +313,10 @@ def _axis_choices_by_symbolic_cost(
 
 
 def _propagate_choices_without_op(level: AxisLevel, choice: list[int], op: int) -> list[int]:
-    """Return the choices on one axis for all operators that do not depend on the choice of `op`.
+    """Return the choice of each operator on one axis as if `op` were not decided yet.
 
-    `op` is undecided, and so are operators without a cost model that would copy its choice; those
-    next to another main operator copy that operator's choice.
+    Operators without a cost model that are connected to `op` copy the choice of another main
+    operator that reaches them, and are undecided if none does.
 
     Args:
         choice: decided choice of each operator on the axis.
@@ -344,11 +345,11 @@ def _propagate_choices_without_op(level: AxisLevel, choice: list[int], op: int) 
     return level.choices
 
 
-def _list_shard_counts_and_choices(
+def _decisions_by_op(
     indexed: IndexedGraph, mesh: DeviceMatrix, decisions: Decisions, axis: int
 ) -> tuple[list[tuple[int, ...]], list[int]]:
-    """Return two lists with an entry per operator: the number of shards of each factor over all
-    axes but `axis`, and the index of the factor that `axis` cuts (or `NO_CUT`)."""
+    """Return, as two lists with an entry per operator, the number of shards of each factor over all
+    axes except `axis`, and the index of the factor that `axis` cuts (or `NO_CUT`)."""
     shard_counts, choice = [], []
     for name, op_type in zip(indexed.names, indexed.op_types, strict=True):
         cuts = decisions.cuts.get(name, {})

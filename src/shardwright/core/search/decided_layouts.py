@@ -18,8 +18,8 @@ from shardwright.core.search.nearby_cuts import layouts_of
 from shardwright.core.search.request import CutsOfGraph, SearchRequest
 
 SharedRedistribution = tuple[TensorLayout, TensorLayout, Sequence[TensorLayout]]
-"""A redistribution of a value, as its source layout, its target layout, and the target layouts of
-further redistributions of the value, with which it may share its first steps."""
+"""A redistribution of a value: its source layout, its target layout, and the target layouts of
+other redistributions from the same source, whose first steps it may share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,24 +82,26 @@ class TensorContext:
         Bytes are the sum of forward and backward. The leading steps that a redistribution to one of
         `other_targets` also runs are omitted.
         """
-        path, sizes = self._redistribution_steps_and_bytes(source, target)
+        path, sizes = self._redistribution_steps_with_volume(source, target)
         if not path:
             return []
         # A program runs leading steps that several redistributions of a value share only once.
         num_shared = max(
             (
-                _num_common_leading_steps(path, self._redistribution_steps_and_bytes(source, o)[0])
+                _num_common_leading_steps(
+                    path, self._redistribution_steps_with_volume(source, o)[0]
+                )
                 for o in other_targets
             ),
             default=0,
         )
         return list(zip(path, sizes, strict=True))[num_shared:]
 
-    def _redistribution_steps_and_bytes(
+    def _redistribution_steps_with_volume(
         self, source: TensorLayout, target: TensorLayout
     ) -> tuple[tuple[RedistributionStep, ...], tuple[int, ...]]:
         # Cached by layouts, not by tensor: repeated layers have the same few redistributions.
-        return _redistribution_steps_and_bytes(
+        return _redistribution_steps_with_volume(
             source, target, self.shape, self.itemsize, self.differentiable
         )
 
@@ -114,7 +116,7 @@ def without_partial(layout: TensorLayout) -> TensorLayout:
 
 
 @lru_cache(maxsize=1 << 16)
-def _redistribution_steps_and_bytes(
+def _redistribution_steps_with_volume(
     source: TensorLayout,
     target: TensorLayout,
     shape: tuple[int, ...],

@@ -52,8 +52,8 @@ class NearbyCuts:
     joined: Mapping[str, str] = field(default_factory=dict)
 
     def matching_neighbors(self) -> Iterator[dict[int, str]]:
-        """Yield, for each shared tensor, a dict from axis to factor with which the operator has the
-        tensor in the neighbor's layout."""
+        """Yield, for each shared tensor, the cuts with which the operator reads or computes it in
+        the neighbor's layout, as a dict from axis to factor."""
         for tensor in self.shared:
             # Axes over which the neighbor's layout is partial or varying shard no dim and are
             # missing.

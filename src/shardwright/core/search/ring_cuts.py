@@ -59,8 +59,8 @@ def ring_cuts(
 def _num_gathered_bytes(
     op: Op, rule: ShardingRule, mesh: DeviceMatrix, cuts: Cuts, factor: str
 ) -> int:
-    """Return the bytes on a device, with `cuts`, of the inputs of `op` that have a dim with
-    `factor`."""
+    """Return the bytes on a device of the inputs of `op` that have a dim with `factor`, under
+    `cuts`."""
     layouts, _ = rule.layouts(mesh, cuts)
     return sum(
         prod(layout.shard_shape(value.shape)) * value.itemsize

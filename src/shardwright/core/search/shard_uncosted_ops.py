@@ -125,7 +125,7 @@ class _UncostedOps(DecidedLayouts):
         """Cut `op` over further axes like the first neighbor for which communication does not
         grow."""
         for more_cuts in self._extend_cuts_to_neighbor_layouts(op, self.axes):
-            if self._apply_if_cheaper([op], partial(self.decide, op, more_cuts)):
+            if self._change_cuts_if_cheaper([op], partial(self.decide, op, more_cuts)):
                 return
 
     def regions(self, ops: Sequence[Op], axis: int) -> Iterator[list[Op]]:
@@ -173,15 +173,17 @@ class _UncostedOps(DecidedLayouts):
                         members[name] for name in self.neighbor_names[op.name] if name in members
                     )
 
-        return self._apply_if_cheaper(region, spread)
+        return self._change_cuts_if_cheaper(region, spread)
 
-    def _apply_if_cheaper(self, ops: Sequence[Op], change: Callable[[], None]) -> bool:
+    def _change_cuts_if_cheaper(self, ops: Sequence[Op], change: Callable[[], None]) -> bool:
         """Call `change`, which replaces the cuts of `ops`, and undo it if communication grows.
 
-        Keeps the change if the communication volume of redistributing activations does not grow,
-        with and without `BYTES_PER_MESSAGE` for each message; gradients are reduced over existing
-        groups of axes, so that they share buckets; and the additional bytes of gradients cost less
-        than the saved activation memory.
+        Three conditions must hold to leave the change in place:
+
+        - The communication volume of redistributing activations does not grow, with and without
+          `BYTES_PER_MESSAGE` for each message.
+        - Gradients are reduced over existing groups of axes, so that they share buckets.
+        - The additional bytes of gradients cost at most the saved activation memory.
 
         Args:
             ops: operators whose cuts `change` may replace.
@@ -265,8 +267,8 @@ class _UncostedOps(DecidedLayouts):
         }
 
     def _extend_cuts_to_neighbor_layouts(self, op: Op, axes: Axes) -> Iterator[Cuts]:
-        """Yield, for each layout of a shared tensor at a neighbor, the cuts of `op` extended to
-        match that layout, over the `axes` that do not cut `op` yet."""
+        """Yield, for each layout that a shared tensor has at a neighbor, the cuts of `op` extended
+        over unused `axes` to match it."""
         cuts, rule = self.cuts[op.name], self.rules[op.name]
         own_factors, neighbors = self.factors_by_axis[op.name], self.neighbor_names[op.name]
         free_axes = [

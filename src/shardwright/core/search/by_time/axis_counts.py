@@ -146,7 +146,7 @@ class CountedRedistributionBound:
         key = source.shape, source.tobytes(), target.tobytes(), differentiable
         if (key, num_bytes) not in self._cached_tables:
             if key not in self._cached_rates:
-                self._cached_rates[key] = self._sum_rates_over_passes(
+                self._cached_rates[key] = self._transfer_time_coefficients_of_step(
                     source, target, differentiable
                 )
             seconds_per_byte, latency = self._cached_rates[key]
@@ -156,21 +156,21 @@ class CountedRedistributionBound:
             self._cached_tables[key, num_bytes] = np.float32(num_bytes) * seconds_per_byte + latency
         return self._cached_tables[key, num_bytes]
 
-    def _sum_rates_over_passes(
+    def _transfer_time_coefficients_of_step(
         self, source: Counts, target: Counts, differentiable: bool
     ) -> tuple[LayoutTable, LayoutTable]:
-        seconds_per_byte, latency = self._seconds_per_byte_and_latency(source, target)
+        seconds_per_byte, latency = self._transfer_time_coefficients(source, target)
         if not differentiable:
             return seconds_per_byte, latency
-        backward_byte, backward_latency = self._seconds_per_byte_and_latency(target, source)
+        backward_byte, backward_latency = self._transfer_time_coefficients(target, source)
         # Transposed: the gradient goes from the layouts of consumers back to those of the producer.
         return seconds_per_byte + backward_byte.T, latency + backward_latency.T
 
-    def _seconds_per_byte_and_latency(
+    def _transfer_time_coefficients(
         self, source: Counts, target: Counts
     ) -> tuple[LayoutTable, LayoutTable]:
-        """Return two tables over source (row) and target (column): seconds per byte of the full
-        value, and seconds of latency."""
+        """Return lower bounds for one pass, as two tables over source (row) and target (column):
+        seconds per byte of the full value, and seconds of latency."""
         received_share = self._min_received_fractions(source, target, self._level >= 0)
         seconds_per_byte = self._added_seconds_per_byte[0] * received_share
         for level, added in enumerate(self._added_seconds_per_byte[1:], start=1):

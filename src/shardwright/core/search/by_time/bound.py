@@ -90,7 +90,7 @@ class _MessagePassing:
         """Send messages from each variable to later variables in graph order, or in reverse order.
 
         Returns:
-            The bound that the messages prove.
+            The lower bound on the objective after these messages.
         """
         bound = self.tables.constant
         variables = range(len(self.tables.op_costs))
@@ -112,12 +112,12 @@ class _MessagePassing:
     def _add_received_messages(
         self, variable: int, backward: bool
     ) -> tuple[Array, list[tuple[int, int, float]]]:
-        """Return a variable's costs plus the messages it received, and the shares to send on.
+        """Return the costs of a variable, with all messages to it added, and how to divide them.
 
         Returns:
-            The costs, and for each table to a later variable the table's index, its end at this
-            variable, and its share of the costs. Shares are in proportion to the blocks that the
-            edge represents, so that a table of one block does not take the costs of all blocks.
+            The costs for each choice, and a (table index, end at this variable, fraction of the
+            costs to send) for each table to a later variable. The fraction is in proportion to the
+            number of blocks that the edge represents.
         """
         costs, later_tables, num_blocks = self.tables.op_costs[variable].copy(), [], [0.0, 0.0]
         for table_index, end in self._tables_around[variable]:
@@ -158,8 +158,9 @@ def _compute_unfolded_bound(
     """Return the bound in seconds of the problem with one variable per operator, from costs that
     were optimized for the problem in which repeated blocks share variables.
 
-    Any division of the edge costs between operators proves a bound. Each block gets the division of
-    its representative, which is tight, since all blocks but the first and the last are equal.
+    Any division of the edge costs between operators gives a valid bound. Each block uses the
+    division of the block that represents it. The bound is tight, since all blocks but the first and
+    the last are equal.
 
     Args:
         tables: tables of the problem with shared variables.

@@ -41,7 +41,7 @@ MAX_TABLE_ENTRIES = 1 << 22
 """Maximum number of entries of an edge table: 16 MB in single precision."""
 
 EQUAL_COST_TOLERANCE = 1e-6
-"""Maximum relative difference of two consumers' redistribution costs that count as equal."""
+"""Relative tolerance within which the redistribution costs of two consumers count as equal."""
 
 
 class TooManyCutsError(Exception):
@@ -271,7 +271,10 @@ class CountTables:
     def _tensor_layouts(
         self, variable: OpVariable, is_output: bool, tensor_index: int, cut_counts: Counts
     ) -> Counts:
-        """Return the layout of an input or output of an operator for each row of `cut_counts`.
+        """Return the layout of an operator's input or output for each possible cut of the operator.
+
+        Args:
+            cut_counts: number of axes of each group that cut each factor, one row per possible cut.
 
         Returns:
             Axis counts of shape (row, dim + 1, axis group). The last dim counts the axes over which
@@ -291,7 +294,7 @@ class CountTables:
         return layouts
 
     def _producer_layouts(self, edge: TensorEdge, cut_counts: Sequence[Counts]) -> Counts:
-        """Return the layout of a value for each row of its producer's `cut_counts`."""
+        """Return the layout of a value for each possible cut of its producer, as axis counts."""
         if edge.producer_variable is None:
             axes = edge.fixed_axes or ((),) * len(edge.value.shape)
             return self._num_axes_by_group((*axes, ()))
@@ -302,8 +305,8 @@ class CountTables:
         )
 
     def _consumer_layouts(self, edge: TensorEdge, cut_counts: Sequence[Counts]) -> Iterator[Counts]:
-        """Yield the layouts in which each consumer reads a value, one for each row of its
-        `cut_counts`; then a replicated layout if the model returns the value."""
+        """Yield, for each consumer of a value, the layout that it reads at each of its possible
+        cuts; then the replicated layout if the model returns the value."""
         for index, input_index in edge.consumers:
             yield self._tensor_layouts(
                 self.problem.variables[index], False, input_index, cut_counts[index]
@@ -414,8 +417,8 @@ def _distinct_rows(rows: Counts) -> tuple[Counts, npt.NDArray[np.intp]]:
 
 
 def _consumer_weights(costs: Sequence[float]) -> list[float]:
-    """Return a weight for each consumer of a value; equal for all consumers with the largest cost,
-    0 for the rest, with a sum of 1.
+    """Return a weight for each consumer of a value: 1/n for the n consumers with the largest cost,
+    0 for all others.
 
     Args:
         costs: seconds of the redistribution to each consumer.

@@ -176,9 +176,9 @@ def search_problem(
 
 
 _LAST_PROBLEM: WeakKeyDictionary[Graph, tuple[object, SearchProblem]] = WeakKeyDictionary()
-"""The last problem of each graph, with a key of all values that the problem depends on. One problem
-per graph is enough: the searches for one plan differ in the mesh and in weights, which a problem
-does not contain."""
+"""Cache of the last problem built for each graph, as (key of the arguments, problem). One problem
+per graph is enough: the searches for one plan differ only in the mesh and in weights, which a
+problem does not contain."""
 
 
 def _build_problem(

@@ -161,7 +161,7 @@ class TimedSearch:
         # By the objective alone, as cuts are dicts and cannot be compared.
         totals.sort(key=itemgetter(0))
         # Only the best cuts, which stay the best: a change is kept only if it lowers the objective.
-        self._swap_axes_and_improve(totals[0][1], swap_part)
+        self._improve_by_axis_swaps(totals[0][1], swap_part)
         on_share(1.0)
         return [cuts for _, cuts in totals]
 
@@ -197,8 +197,8 @@ class TimedSearch:
         is_near = other_cuts != best_cuts and other_total < MAX_COST_RATIO * least_total
         return [list(best_cuts), list(other_cuts)] if is_near else [list(best_cuts)]
 
-    def _swap_axes_and_improve(self, cuts: list[Cuts], on_share: OnShare) -> None:
-        """Swap axes in `cuts`, in place, and improve single operators after each swap."""
+    def _improve_by_axis_swaps(self, cuts: list[Cuts], on_share: OnShare) -> None:
+        """Swap axes in `cuts`, in place; if any swap helps, improve single operators afterwards."""
         is_exposed = self.objective.cost(cuts).exposed > 0
         # λ at the present cuts: 1 where communication is exposed, 0 where it is hidden.
         weights = self.weights(1.0 if is_exposed or self.model.shares_processor else 0.0)

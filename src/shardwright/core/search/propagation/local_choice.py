@@ -222,8 +222,10 @@ class LocalProblem:
         return NearbyCuts(self.mesh, unjoined_limits(self.rule), shared)
 
     def _factors_cut_by_neighbors(self, axes: Axes) -> tuple[str | None, ...]:
-        """Return the factors that neighbors cut over `axes`, which all neighbors use equally; then
-        None for no cut."""
+        """Return the factors of this operator that match a neighbor's cut over `axes`, then None.
+
+        Each neighbor cuts the same dim over all of `axes`; None stands for no cut.
+        """
         # All axes have one placement in each neighbor's layout, so the first stands for all.
         matching = [factors for factors in self.nearby.matching_neighbors() if axes[0] in factors]
         return (*dict.fromkeys(factors[axes[0]] for factors in matching), None)

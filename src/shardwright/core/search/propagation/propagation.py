@@ -139,19 +139,21 @@ class _CutsPropagation(DecidedLayouts):
 
     def _cheapest_cuts(self, op: Op) -> dict[str, Axes]:
         problem = self._build_local_problem(op)
-        return {} if problem is None else self._decide_with_cache(problem, (), problem.cheapest)
+        return (
+            {} if problem is None else self._cached_cuts_of_problem(problem, (), problem.cheapest)
+        )
 
     def _choose_cuts_near_neighbors(self, op: Op, forward: bool) -> dict[str, Axes]:
         problem, cuts = self._build_local_problem(op), self.cuts[op.name]
         if problem is None:
             return {}
-        return self._decide_with_cache(
+        return self._cached_cuts_of_problem(
             problem,
             (tuple(cuts.items()), forward),
             lambda: problem.cuts_given_neighbors(cuts, forward),
         )
 
-    def _decide_with_cache(
+    def _cached_cuts_of_problem(
         self,
         problem: LocalProblem,
         extra_key: tuple[object, ...],

@@ -72,9 +72,11 @@ class StageLevels:
         self.key = saved_bytes, tuple(map(tuple, self._items))
 
     @cached_property
-    def _freed_bytes_and_options(self) -> list[tuple[int, str]]:
-        """Recomputation levels as pairs of the bytes to free, ascending, and the name of the option
-        of all blocks; the name is "" if a knapsack chooses the option of each block."""
+    def _option_by_freed_bytes(self) -> list[tuple[int, str]]:
+        """Recomputation levels, as ascending (bytes to free, name of the option of all blocks).
+
+        The name is "" for a level at which a knapsack chooses the option of each block.
+        """
         # By freed bytes, so that options which free equally many are one level.
         steps = {self._freeable_bytes * step // NUM_LEVELS: "" for step in range(NUM_LEVELS + 1)}
         for option in UNIFORM_OPTIONS:
@@ -89,12 +91,12 @@ class StageLevels:
     @property
     def last_level(self) -> int:
         """Index of the recomputation level that frees the most memory."""
-        return len(self._freed_bytes_and_options) - 1
+        return len(self._option_by_freed_bytes) - 1
 
     def freed_share(self, level: int) -> float:
         """Return the fraction of the freeable activation bytes that a recomputation level frees."""
         # A stage without blocks frees nothing.
-        return self._freed_bytes_and_options[level][0] / max(self._freeable_bytes, 1)
+        return self._option_by_freed_bytes[level][0] / max(self._freeable_bytes, 1)
 
     def first_level_freeing(self, freed_share: float) -> int:
         """Return the first recomputation level that frees at least `freed_share` of the freeable
@@ -161,7 +163,7 @@ class StageLevels:
         decisions."""
         if level not in self._cached_recompute:
             self._cached_recompute[level] = dict(
-                self._recompute_decisions_of_level(*self._freed_bytes_and_options[level])
+                self._recompute_decisions_of_level(*self._option_by_freed_bytes[level])
             )
         return self._cached_recompute[level]
 
