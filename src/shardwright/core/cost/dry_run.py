@@ -3,8 +3,8 @@
 A dry run executes the program that a rank will run, forward and backward through PyTorch's own
 autograd. Tensors have shapes and lifetimes but no data, so a model of any size takes about a
 second. No memory model is needed: autograd saves and frees the same tensors, gradients accumulate,
-and buckets and recomputed segments allocate as in training. Of chunks that differ only in names,
-one runs.
+and buckets and recomputed segments allocate as in training. Chunks that differ only in names share
+one dry run.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ class Work:
             empty for other operators. For attention, the mean number of keys of a query and the
             head size.
         category: type of operator, such as attention, under which reports list the FLOPs.
-        traffic: type of operator that determines how the software changes its memory traffic.
+        traffic: type of kernel, which selects the `Device` field that scales the memory traffic.
     """
 
     dtype: torch.dtype
@@ -157,7 +157,7 @@ def _compute_work(
     elif op.target is experts and rule is not None:
         # The gradients of tokens take as many FLOPs as those of the experts' matrices.
         backward_ratio = any(needs_gradient[:3]) + any(needs_gradient[3:])
-        moved = _routing_and_activation_bytes(op, rule)
+        moved = _kernel_bytes_of_experts(op, rule)
     return Work(
         dtype=op.output.dtype if op.outputs else torch.float32,
         forward_flops=flops,
@@ -363,9 +363,9 @@ def _expert_matmul_dims(op: Op) -> tuple[float, float, float]:
     )
 
 
-def _routing_and_activation_bytes(op: Op, rule: ShardingRule) -> tuple[MovedBytes, MovedBytes]:
-    """Return the bytes that kernels of a mixture of experts read and write, forward and backward,
-    to route tokens and to compute activation functions.
+def _kernel_bytes_of_experts(op: Op, rule: ShardingRule) -> tuple[MovedBytes, MovedBytes]:
+    """Return the bytes that the kernels of a mixture of experts read and write to route tokens and
+    to compute activation functions, as a (forward, backward) pair.
 
     A token has one copy per expert. For each element of a copy, forward sorts copies by expert (1
     read, 1 write), weights the outputs (1 read, 1 write) and adds them per token (2 reads, 1

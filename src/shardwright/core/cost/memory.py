@@ -465,12 +465,12 @@ def _action_name(action: Action, num_chunks: int) -> str:
 
 @dataclass(frozen=True)
 class BorderBytes:
-    """Bytes per micro-batch of tensors exchanged with neighboring chunks that live longer than in
-    the dry run of a single chunk, or that both chunks share.
+    """Corrections of a chunk's dry run for tensors that it exchanges with neighboring chunks, in
+    bytes per micro-batch.
 
-    A dry run allocates the inputs of a chunk in its forward pass and the gradients of its outputs
-    in its backward pass, and frees both at the end of the backward pass. If both chunks are on one
-    stage, these are tensors of the other chunk.
+    A dry run of one chunk allocates its inputs and the gradients of its outputs, and frees both at
+    the end of the backward pass. If the neighbor is on the same stage, the neighbor owns these
+    tensors, so they must not count twice and may live longer.
 
     Args:
         inputs: bytes of inputs that are outputs of the previous chunk on the same stage.
@@ -514,7 +514,8 @@ class BorderBytes:
 
 
 def border_bytes(chunk: Chunk, pipeline: PipelineSpec) -> BorderBytes:
-    """Return the bytes that the dry run of a chunk frees too early or shares with its neighbors."""
+    """Return the bytes that a dry run of `chunk` counts twice or frees too early, since it runs
+    without the neighboring chunks."""
 
     def on_same_stage(index: int) -> bool:
         return 0 <= index < pipeline.num_chunks and pipeline.stage_of(index) == chunk.stage

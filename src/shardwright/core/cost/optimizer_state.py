@@ -151,8 +151,8 @@ def is_orthogonalized_by(optimizer: str | torch.optim.Optimizer, shard: TrainedS
 
 
 def _muon_exchange_bytes(shard: TrainedShard) -> int:
-    """Return the temporary bytes of Muon's update of a sharded matrix, beyond those of a full one:
-    two bfloat16 buffers of the full matrix, minus the momentum of the other shards."""
+    """Return the temporary bytes that Muon needs for a sharded matrix, in addition to those for a
+    full one: two bfloat16 buffers of the full matrix, minus the momentum of the other shards."""
     buffers = 2 * prod(shard.full) * torch.bfloat16.itemsize
     return buffers - (prod(shard.full) - prod(shard.shape)) * shard.dtype.itemsize
 

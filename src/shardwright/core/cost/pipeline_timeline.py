@@ -227,7 +227,7 @@ class Timeline:
     def stages(self) -> tuple[tuple[Span, ...], ...]:
         """Actions of each stage with start and end in seconds, in execution order."""
         spans: list[list[Span]] = [[] for _ in range(self.pipeline.stages)]
-        for each, end in zip(_list_passes(self.pipeline), self.ends, strict=True):
+        for each, end in zip(_passes_of_pipeline(self.pipeline), self.ends, strict=True):
             action = each.action
             start = end - self.chunks[action.chunk].seconds_of(action.pass_type)
             spans[each.stage].append(Span(action, start, end))
@@ -243,7 +243,7 @@ class Timeline:
         """Fraction of the step for which each stage is idle."""
         busy = [0.0] * self.pipeline.stages
         seconds = _seconds_by_pass_type(self.chunks)
-        for each in _list_passes(self.pipeline):
+        for each in _passes_of_pipeline(self.pipeline):
             busy[each.stage] += seconds[each.action.pass_type][each.action.chunk]
         return tuple(1 - each / self.seconds for each in busy)
 
@@ -274,7 +274,7 @@ def timeline(pipeline: PipelineSpec, chunks: Sequence[ChunkSeconds]) -> Timeline
     seconds = _seconds_by_pass_type(chunks)
     sends = [chunk.send for chunk in chunks]
     ends: list[float] = []
-    for each in _list_passes(pipeline):
+    for each in _passes_of_pipeline(pipeline):
         start = 0.0
         if each.sender is not None:
             start = ends[each.sender]
@@ -313,19 +313,19 @@ class _PassWithDependencies:
     border: int | None
 
 
-def _list_passes(pipeline: PipelineSpec) -> tuple[_PassWithDependencies, ...]:
+def _passes_of_pipeline(pipeline: PipelineSpec) -> tuple[_PassWithDependencies, ...]:
     check_pipelining(pipeline)
     # Assignments of operators to chunks are neither hashable nor needed.
-    return _ordered_passes(
+    return _passes_in_dependency_order(
         pipeline.stages, pipeline.micro_batches, pipeline.schedule, pipeline.chunks
     )
 
 
 @lru_cache(maxsize=64)
-def _ordered_passes(
+def _passes_in_dependency_order(
     stages: int, micro_batches: int, schedule: str, chunks: int
 ) -> tuple[_PassWithDependencies, ...]:
-    """Return all passes of a step, each after the passes on which it depends."""
+    """Return all passes of a step in topological order, cached by pipeline."""
     pipeline = PipelineSpec(stages, micro_batches, schedule, chunks)
     orders = actions(pipeline)
     passes: list[_PassWithDependencies] = []
@@ -362,8 +362,8 @@ def _ordered_passes(
 
 
 def _find_sender_candidates(pipeline: PipelineSpec, action: Action) -> list[Action]:
-    """Return the candidates for the action that computes the inputs of `action`; [] if its inputs
-    are those of the model."""
+    """Return the possible actions that compute the inputs of `action`, one of which is in the
+    schedule; [] if the inputs are those of the model."""
     chunk, micro_batch = action.chunk, action.micro_batch
     if action.pass_type == FORWARD:
         return [Action(chunk - 1, FORWARD, micro_batch)] if chunk else []

@@ -248,7 +248,7 @@ def hidden_seconds(
         return seconds - remaining
 
     hidden = {}
-    shares = _routed_shares(graph, communication, cuts, model)
+    shares = _sent_fractions(graph, communication, cuts, model)
     for transfer, overlap in overlaps.items():
         sent, returned = _transfer_seconds(transfer, shares, model)
         # Of a collective that is pipelined with a product the first or the last part stays exposed.
@@ -286,7 +286,7 @@ def activation_seconds(
     bucketed = {
         id(t) for b in communication.buckets for member in b.members for t in member.transfers
     }
-    shares = _routed_shares(graph, communication, cuts, model)
+    shares = _sent_fractions(graph, communication, cuts, model)
     for transfer in communication.transfers:
         if id(transfer) not in bucketed:
             forward_part, backward_part = _transfer_seconds(transfer, shares, model)
@@ -294,10 +294,11 @@ def activation_seconds(
             yield transfer, transfer.step.axes, (forward_part, backward_part + repeated)
 
 
-def _routed_shares(
+def _sent_fractions(
     graph: Graph, communication: Communication, cuts: Mapping[str, Cuts], model: TimeModel
 ) -> Mapping[Transfer, float]:
-    """Return the fraction of its bytes that each redistribution to or from experts sends."""
+    """Return, for each redistribution to or from a mixture of experts, the fraction of the tensor's
+    bytes that is sent; {} on devices that send every token."""
     device = model.device
     if not device.sends_routed_tokens:
         return {}
@@ -307,7 +308,11 @@ def _routed_shares(
 def _transfer_seconds(
     transfer: Transfer, shares: Mapping[Transfer, float], model: TimeModel
 ) -> ForwardBackward:
-    """Return the (forward, backward) seconds of a redistribution, once each."""
+    """Return the (forward, backward) seconds of one redistribution in one micro-batch.
+
+    Args:
+        shares: fraction of the bytes that is sent, by redistribution; 1 if missing.
+    """
     share = shares.get(transfer, 1.0)
     forward, backward = model.step_seconds(transfer.step, transfer.value, transfer.trained)
     return share * forward, share * backward
@@ -320,11 +325,12 @@ def bucket_seconds(
     bucket.
 
     Yields:
-        The bucket; `parameters` or `gradients`; whether the collective runs once per step rather
-        than once per micro-batch; 0 for the forward and 1 for the backward pass; and seconds.
+        (bucket, data, once_per_step, direction, seconds). `data` is "parameters" or "gradients".
+        `once_per_step` is false for a collective that each micro-batch runs. `direction` is 0 for
+        the forward pass and 1 for the backward pass.
     """
     for bucket in communication.buckets:
-        gather, reduce = _gather_and_reduce_seconds(bucket, model)
+        gather, reduce = _collective_seconds_of_bucket(bucket, model)
         # ZeRO-3 frees gathered parameters after each pass, lower levels keep them for the step.
         yield bucket, "parameters", bucket.level != "level3", 0, gather
         yield bucket, "gradients", bucket.reduces_once, 1, reduce
@@ -339,9 +345,9 @@ def _sum_seconds(pairs: Iterable[ForwardBackward]) -> ForwardBackward:
     return forward, backward
 
 
-def _gather_and_reduce_seconds(bucket: Bucket, model: TimeModel) -> ForwardBackward:
-    """Return the seconds of one all-gather of the parameters of a bucket, and of one reduction of
-    their gradients."""
+def _collective_seconds_of_bucket(bucket: Bucket, model: TimeModel) -> ForwardBackward:
+    """Return the seconds of one all-gather of a bucket's parameters, and those of one reduction of
+    its gradients; 0 for a collective that the bucket does not run."""
     # Each gather multiplies the size of the local tensor.
     gather = reduce = 0.0
     copy_seconds = model.host_seconds(MEMBER_OPERATORS * len(bucket.members))

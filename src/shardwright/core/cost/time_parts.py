@@ -95,8 +95,11 @@ def _sum_exposed_seconds(seconds_of: _SecondsByKindAndAxes) -> float:
 def _chunk_time_parts(
     chunk: Chunk, time: StepTime, model: TimeModel, predicted: Predicted
 ) -> Iterator[tuple[str, Axes, float, float]]:
-    """Yield the seconds per step of each operator and each collective of a chunk, as (one of
-    `KINDS`, mesh axes, seconds, of which seconds that overlap computation)."""
+    """Yield the seconds per step of each operator and each collective of a chunk.
+
+    Yields:
+        (one of `KINDS`, mesh axes, total seconds, seconds that overlap computation).
+    """
     communication, times = chunk.communication, time.micro_batches
     repeated_ops = (
         communication.recomputed_ops if predicted.repeats_segments else communication.repeated_ops

@@ -21,14 +21,14 @@ from shardwright.core.rules.notation import call_arguments
 from shardwright.core.rules.rule import Cuts
 
 SUMS = ("reduce_scatter", "all_reduce")
-"""Redistributions of the outputs of experts that sum over devices."""
+"""Collectives that sum the outputs of experts over devices."""
 
 
 def routed_shares(
     graph: Graph, communication: Communication, cuts: Mapping[str, Cuts], sends_once: bool = False
 ) -> dict[Transfer, float]:
-    """Return, by redistribution step to or from a mixture of experts, the fraction of its bytes
-    that is sent if tokens are sent only to their experts.
+    """Return, for each redistribution step to or from a mixture of experts, the fraction of its
+    bytes that is sent if each token is sent only to its experts.
 
     Args:
         communication: communication of `graph`.
