@@ -34,17 +34,17 @@ class Attempt:
 
 
 AttemptGroups = Sequence[Sequence[Attempt]]
-"""Attempts of one phase of the search, in groups of equal `mem_coeff` by ascending `mem_coeff`, as
+"""Attempts of one phase of the search, grouped by `mem_coeff`. The smallest comes first, since
 plans with a larger `mem_coeff` are rarely faster."""
 
 
 def attempt_phases(options: PlanOptions) -> list[AttemptGroups]:
-    """Return the changes of `options` to try, in phases; a phase begins if no earlier one fits.
+    """Return the options to try under the memory limit, in phases.
 
-    On a cluster all changes are attempts of a single phase, and predicted step times decide.
-    Without a cluster there are no step times to compare, so that each change is a separate phase,
-    the least intrusive first: sharded optimizer state and parameters, recomputation, a larger
-    `mem_coeff`, more stages.
+    A phase is searched only if no plan of an earlier phase fits. On a cluster all options are in
+    one phase, and the predicted step time decides. Without a cluster no step times are predicted,
+    so each change of `options` is a separate phase, the least intrusive first: ZeRO levels,
+    recomputation, a larger `mem_coeff`, more stages.
     """
     if options.limit is None:
         # Without a limit every plan fits, so nothing is changed to save memory.

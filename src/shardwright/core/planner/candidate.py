@@ -156,11 +156,11 @@ class Candidate:
 
     @cached_property
     def aligned(self) -> Candidate:
-        """This candidate, changed so that operators split equal axes at the same position.
+        """This candidate, with groups of equal axes split at one position in all operators.
 
-        The candidate is unchanged unless `parameter_axes` exceeds `MAX_PARAMETER_AXES` and aligning
-        decreases `parameter_axes` without increasing the predicted step time. Aligning takes many
-        predictions, so only candidates that may be chosen are aligned.
+        The candidate is unchanged unless `parameter_axes` exceeds `MAX_PARAMETER_AXES` and the
+        change decreases `parameter_axes` without increasing the predicted step time. The change
+        takes many predictions, so read this property only of candidates that may be chosen.
         """
         has_many_axes = (
             self.options.cluster is not None and self.parameter_axes > MAX_PARAMETER_AXES
@@ -210,7 +210,7 @@ class Candidate:
         self.options.on_progress(f"{activity}: {self.options.describe()}")
 
     def plan(self) -> Plan:
-        """Return the plan of this candidate, on the folded device matrix."""
+        """Return the plan of this candidate, on the device matrix with the fewest axes."""
         model, options = self.model, self.options
         plan = make_plan(
             self.folded,
@@ -377,16 +377,17 @@ def _assign_ops_to_balanced_chunks(
 
 
 MAX_PARAMETER_AXES = 4
-"""Maximum number of axes of the parameters' `DeviceMesh` up to which operators are not aligned.
+"""Number of axes of the parameters' `DeviceMesh` above which a candidate is changed to need fewer.
 With more axes DTensor needs over ten seconds for the first step, and about six times as long with
 each further axis."""
 
 
 def _align_candidate(candidate: Candidate) -> Candidate:
-    """Return `candidate` changed so that operators split equal axes at the same position.
+    """Return `candidate`, or a variant of it whose parameters need a `DeviceMesh` with fewer axes.
 
-    Among changes that are not predicted to be slower, the change that leaves the fewest axes of the
-    parameters' `DeviceMesh` is applied; ties go to the fastest plan, then to no change.
+    Variants split each group of equal axes at one position in all operators. Of the variants that
+    are not predicted to be slower, the variant with the fewest axes is returned; ties go to the
+    fastest, then to `candidate`.
     """
     model, mesh, options = candidate.model, candidate.mesh, candidate.options
     levels = TimeModel(options.resolved_cluster, mesh, candidate.pipeline.stages).links.levels

@@ -80,7 +80,7 @@ class _MicroBatchChoice:
             try:
                 candidate = self._best_candidate_with_captured_graph(tasks)
             except KeyboardInterrupt as interrupt:
-                self._raise_interrupt(interrupt, best, tasks)
+                self._raise_interrupt_with_best_plan(interrupt, best, tasks)
             except (PlanError, StrategyError, MemoryLimitError) as error:
                 # Another number of micro-batches may be possible; without any,
                 # `_make_no_plan_error` chooses an error.
@@ -99,7 +99,7 @@ class _MicroBatchChoice:
             raise self._make_no_plan_error()
         return best
 
-    def _raise_interrupt(
+    def _raise_interrupt_with_best_plan(
         self, interrupt: KeyboardInterrupt, best: Candidate | None, tasks: list[PlanTask]
     ) -> NoReturn:
         """Raise `PlanInterrupted` with the best plan so far, or `interrupt` if there is no plan.
@@ -183,8 +183,12 @@ class _MicroBatchChoice:
         raise self._make_no_plan_error()
 
     def _capture_graph_of_task(self, tasks: list[PlanTask], task: PlanTask) -> bool:
-        """Replace the derived graph of `task`, one of `tasks`, by a captured graph, or remove the
-        task if its model cannot be captured; return whether its candidates may have changed."""
+        """Replace `task` in `tasks` by a task with a captured graph; remove it if capturing fails.
+
+        Returns:
+            Whether the captured graph differs from the derived graph, or the task was removed, so
+            that the search must be repeated.
+        """
         index = tasks.index(task)
         try:
             captured = self._prepare(task.options.num_micro_batches, True)

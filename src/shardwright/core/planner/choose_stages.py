@@ -34,7 +34,7 @@ def fastest_over_stages(
     A number of stages must divide the number of devices, be at most the number of micro-batches,
     and be possible with the schedule. Several schedules are tried only with `schedule="auto"`.
 
-    Operators are sharded anew for each number of stages, and stages are balanced by time. One
+    The sharding is searched for each number of stages, and stages are balanced by time. One
     best-first search under the memory limit covers all combinations. It tightens the lower bound on
     the step time of a combination in three steps: computation only, with the recomputation that
     memory requires, and the step time without a memory limit.
@@ -43,8 +43,8 @@ def fastest_over_stages(
         requested: options for each number of micro-batches, which differ in this number only.
         find_candidates: function that searches with given options and returns candidates.
         bounds: lower bounds on step times, by number of micro-batches; None for no bounds.
-        best: fastest candidate with one number of stages and schedule, which are not searched
-            again; None to search all combinations.
+        best: fastest candidate of one combination of stages and schedule, which is then not
+            searched again; None to search all combinations.
         ranking: records the fastest candidate of each kind of plan; see `fastest_within_memory`.
 
     Raises:
@@ -113,9 +113,11 @@ def _fixed_num_stages(options: PlanOptions) -> int:
 
 
 def _relax_options_for_lower_bound(options: PlanOptions) -> PlanOptions | None:
-    """Return `options` with the storage sharding and `mem_coeff` of the fastest step, whose
-    predicted time is a lower bound under any memory limit; None without a limit, as a search for
-    the bound would take as long as the search itself."""
+    """Return `options` changed so that their plan without a memory limit is the fastest possible.
+
+    The step time of this plan is a lower bound under any memory limit. None without a limit, as
+    computing the bound would take as long as the search itself.
+    """
     if options.limit is None:
         return None
     # All changes that save memory slow a step down, except sharding the optimizer state, with which

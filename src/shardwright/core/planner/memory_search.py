@@ -38,21 +38,21 @@ from shardwright.progress import OnProgress, nested_progress
 log = logging.getLogger("shardwright.search")
 
 NEXT_MEM_COEFF_BOUND = 0.97
-"""Assumed lower bound on the step time with the next larger `mem_coeff`, as a fraction of the step
-time that the search is expected to find. The bound is below 1 as the objective of the search is
-simpler than the prediction, so that a plan with a larger `mem_coeff` can be slightly faster."""
+"""Assumed lower bound on the step time with the next larger `mem_coeff`, as a fraction of the
+expected step time. Below 1, since a plan with a larger `mem_coeff` can be slightly faster: the
+objective of the search is simpler than the prediction."""
 
 MIN_INCREASE_RATIO = 2.0
-"""Assumed minimum ratio between the increases of the step time by two consecutive increases of
-`mem_coeff`.
+"""Assumed minimum ratio of the next increase of the step time to the previous increase, when
+`mem_coeff` is raised twice by a factor of 8.
 
-A search pays `mem_coeff` seconds for each saved unit of parameter memory, and the next `mem_coeff`
-is eight times as large. So the ratio is 2 if the second increase saves a fourth of the memory that
-the first one saved; if it saves less, the plan is hardly smaller."""
+A search pays `mem_coeff` seconds for each unit of parameter memory that it saves. The ratio is 2 if
+the second raise saves a fourth of the memory that the first saved, at 8 times the price per unit.
+A raise that saves less hardly makes the plan smaller."""
 
 UNSHARDED_BOUND = 0.99
-"""Assumed lower bound on the step time without ZeRO, as a fraction of the predicted step time
-without ZeRO of the plan that was searched for the first ZeRO level."""
+"""Assumed lower bound on the step time without ZeRO, as a fraction of the step time predicted for
+the cuts of the first ZeRO level if they are used without ZeRO."""
 
 RECOMPUTED_BOUND = 0.99
 """Assumed lower bound on the step time of a candidate that fits, as a fraction of its step time
@@ -152,8 +152,8 @@ class MemorySearch:
             bound, _, _, entry = front = heappop(self.queue)
             try:
                 if not isinstance(entry, QueuedCandidate):
-                    self._tighten_or_search_options(bound, entry)
-                elif (fitted := self._return_or_requeue_candidate(entry, bound)) is not None:
+                    self._process_queued_options(bound, entry)
+                elif (fitted := self._process_queued_candidate(entry, bound)) is not None:
                     return fitted
             except KeyboardInterrupt:
                 # `fitting_candidates` reads the queue after Ctrl-C.
@@ -250,9 +250,12 @@ class MemorySearch:
             for attempt in attempts:
                 yield bound, requested_kind(attempt.options)
 
-    def _tighten_or_search_options(self, bound: float, queued: QueuedOptions) -> None:
-        """Tighten the lower bound on the step time of `queued` and queue it again; once the bound
-        is tight, search the first group of attempts.
+    def _process_queued_options(self, bound: float, queued: QueuedOptions) -> None:
+        """Take the next step for options in the queue, each more expensive than the one before.
+
+        The steps tighten the lower bound on the step time by the recomputation that memory
+        requires, then by a search without a memory limit. The last step searches the first group of
+        attempts, or postpones the options if they need too much memory.
 
         Args:
             bound: lower bound in seconds on the step time of all attempts.
@@ -274,11 +277,11 @@ class MemorySearch:
             self._search_first_group(bound, queued)
 
     def _search_first_group(self, bound: float, queued: QueuedOptions) -> None:
-        """Search the first attempts of a group and queue their candidates; queue the attempts that
-        were not searched as one entry.
+        """Search the first group of attempts up to the lowest ZeRO level that may fit, and queue
+        the candidates.
 
-        A higher ZeRO level only adds communication, so the lowest levels are searched first, up to
-        one that may fit.
+        A higher ZeRO level only adds communication. So the attempts at higher levels are queued
+        again, as one entry, and the other groups as another entry.
 
         Args:
             bound: lower bound in seconds on the step time of all attempts.
@@ -357,12 +360,11 @@ class MemorySearch:
     def _queue_attempt_without_zero(
         self, bound: float, stage_options: StageOptions, attempts: list[Attempt]
     ) -> tuple[list[Attempt], float]:
-        """Queue the first attempt, which does not use ZeRO, separately from the attempts that do.
+        """Queue the attempt without ZeRO separately from the attempts at ZeRO levels.
 
-        Without ZeRO a device stores at least as much as with the first level, so the attempt is
-        postponed if no candidate of that level may fit. A step with the cuts of the first level is
-        about as fast as one with the cuts of a search without ZeRO, which is made only if nothing
-        faster fits.
+        The attempt is postponed if no candidate of the first ZeRO level may fit, since a device
+        stores at least as much without ZeRO. Otherwise the step time without ZeRO is bounded with
+        the cuts found for the first level, and the attempt is searched only if nothing faster fits.
 
         Args:
             bound: lower bound in seconds on the step time of all attempts.
@@ -439,7 +441,7 @@ class MemorySearch:
         options, is_first = attempt.options, not self.entry_keys
         try:
             for candidate in self.find_candidates(options):
-                queued = self._wrap_if_unique(candidate, attempt)
+                queued = self._make_new_entry(candidate, attempt)
                 if queued is None:
                     continue
                 if self._may_fit_in_memory(queued):
@@ -455,8 +457,8 @@ class MemorySearch:
     def _may_fit_in_memory(self, queued: QueuedCandidate) -> bool:
         return self.limit is None or max(queued.min_memory) <= self.limit
 
-    def _wrap_if_unique(self, candidate: Candidate, attempt: Attempt) -> QueuedCandidate | None:
-        """Return a `QueuedCandidate`, or None if an equal candidate was queued before."""
+    def _make_new_entry(self, candidate: Candidate, attempt: Attempt) -> QueuedCandidate | None:
+        """Return a queue entry for `candidate`, or None if an equal candidate was queued before."""
         # A larger `mem_coeff` often gives the same cuts.
         key = memory_and_time_key(candidate, attempt)
         if key in self.entry_keys:
@@ -465,22 +467,23 @@ class MemorySearch:
         min_memory = memory_lower_bounds(candidate.partitioned, attempt.options.optimizer)
         return QueuedCandidate(attempt, candidate, min_memory)
 
-    def _wrap_aligned_if_unique(self, queued: QueuedCandidate) -> QueuedCandidate | None:
-        """Return the aligned candidate of `queued` for the queue, or None if an equal candidate was
+    def _make_aligned_entry(self, queued: QueuedCandidate) -> QueuedCandidate | None:
+        """Return a queue entry for `queued.candidate.aligned`, or None if an equal candidate was
         queued before."""
         aligned = queued.candidate.aligned
         return (
-            queued if aligned is queued.candidate else self._wrap_if_unique(aligned, queued.attempt)
+            queued if aligned is queued.candidate else self._make_new_entry(aligned, queued.attempt)
         )
 
-    def _return_or_requeue_candidate(
-        self, queued: QueuedCandidate, bound: float
-    ) -> Candidate | None:
-        """Return the candidate if it is known to fit; else refine its memory estimate, queue it
-        again unless it cannot fit, and return None.
+    def _process_queued_candidate(self, queued: QueuedCandidate, bound: float) -> Candidate | None:
+        """Take the next step to decide whether a queued candidate fits into memory.
 
         Args:
             bound: lower bound in seconds with which the candidate was queued.
+
+        Returns:
+            The candidate if it is known to fit; else None, and the candidate is queued again with a
+            tighter bound unless it cannot fit.
         """
         # Without a limit every candidate fits, and only aligning is left to do.
         if queued.fits or (self.limit is None and queued.is_aligned):
@@ -553,7 +556,7 @@ class MemorySearch:
 
         Aligning takes many predictions, so only candidates that may be chosen are aligned.
         """
-        aligned = self._wrap_aligned_if_unique(queued)
+        aligned = self._make_aligned_entry(queued)
         if aligned is None:
             return
         aligned = replace(aligned, is_aligned=True, must_recompute=queued.must_recompute)
@@ -648,7 +651,7 @@ class MemorySearch:
                 break
             if queued.block_depth is not None:
                 self._measure_fully_recomputed(queued, queued.block_depth)
-            elif (aligned := self._wrap_aligned_if_unique(queued)) is None:
+            elif (aligned := self._make_aligned_entry(queued)) is None:
                 continue
             elif queued.attempt.recompute:
                 self.dropped.extend(self._split_candidate_by_depth(aligned))

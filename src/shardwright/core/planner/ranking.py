@@ -58,11 +58,11 @@ class Ranking:
         self.fastest.setdefault(kind_of_candidate(candidate), candidate)
 
     def needs_more(self, plan_kinds: Iterable[PlanKind]) -> bool:
-        """Whether any of `plan_kinds` has no candidate yet, and fewer than `top` kinds of plans
-        have one.
+        """Whether a search must continue: fewer than `top` kinds of plans have a candidate, and
+        some kind of the search has none.
 
         Args:
-            plan_kinds: kinds of plans of one search.
+            plan_kinds: kinds of plans of the search.
         """
         plan_kinds = list(plan_kinds)
         # A candidate may have been found with recomputation although its kind was queued without.

@@ -46,13 +46,14 @@ class StageOptions:
 
 @dataclass(frozen=True)
 class QueuedOptions:
-    """Attempts with equal `stage_options`, of which the first group is searched next.
+    """Queue entry for attempts with equal `stage_options`.
 
     Args:
-        continues_group: whether the first group has the remaining attempts of a group of which the
-            first attempts were searched.
-        previous_lowest: fastest step time in seconds of the group before the first one, whether it
-            fits or not; infinite if it is unknown.
+        groups: attempts grouped by `mem_coeff`, the next group to search first.
+        continues_group: whether the search of the first group has begun, so that the group contains
+            only the attempts that were not searched.
+        previous_lowest: fastest step time in seconds with the next smaller `mem_coeff`, whether the
+            plan fits or not; infinite if it is unknown.
     """
 
     # Shared by all entries of these options in the queue, so that a bound is tightened for all.
