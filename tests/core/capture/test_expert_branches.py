@@ -175,8 +175,8 @@ def weighted(net: Experts, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
 
 
 MORE = "changes more than the rows of these tokens"
-OTHERWISE = "otherwise than by whether (an|the) expert has tokens"
-UNKNOWN = "what the program does with it is unknown"
+OTHERWISE = "depends on (more than|the number of an expert.s tokens, not only on) whether"
+UNKNOWN = "capture cannot follow the number"
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ UNKNOWN = "what the program does with it is unknown"
         (limited, OTHERWISE),
         (counted, MORE),
         (otherwise, MORE),
-        (of_another, "skips these rows though there may be some"),
+        (of_another, "skips these rows of an expert that may have tokens"),
         (one_expert, OTHERWISE),
         (weighted, "this depends on the value of a tensor"),
     ],

@@ -53,7 +53,7 @@ def test_draws_for_conditions_give_an_expert_any_number_of_tokens() -> None:
 
 def test_too_few_tokens_for_all_experts_are_an_error() -> None:
     for preference in (balance_experts, skew_experts):
-        with pytest.raises(ValueError, match="2 tokens for 8 experts"):
+        with pytest.raises(ValueError, match=r"too few tokens \(2\) for 8 experts"):
             preference(2, 8, 1)
 
 

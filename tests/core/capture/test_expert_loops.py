@@ -227,11 +227,11 @@ def limited(net: Experts, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("mixture", "expert", "reason"),
     [
-        (one_hot, unlike, "runs other operators for some experts"),
+        (one_hot, unlike, "runs different operators for different experts"),
         (all_of_each_other, Gated, "combines the rows of several tokens"),
         (overwritten, Gated, "overwrites the rows of a token by each of its experts"),
-        (written_twice, Gated, "writes selected rows to other places"),
-        (limited, Gated, "selects rows by other masks than `ids == expert`"),
+        (written_twice, Gated, "writes selected rows at positions other than the mask"),
+        (limited, Gated, "selects rows by masks other than `ids == expert`"),
     ],
     ids=["unlike", "mean", "overwritten", "written_twice", "limited"],
 )

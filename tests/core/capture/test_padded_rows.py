@@ -76,16 +76,16 @@ def columns(net: Selecting, x: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
 
 REFUSED: dict[str, tuple[Program, str]] = {
     # With as many rows as columns, the shapes alone would not tell rows from columns.
-    "rows that become columns": (columns, "rearranges selected rows"),
+    "rows that become columns": (columns, "reshapes selected rows so that their elements mix"),
     "numbered rows": (
         lambda net, x, labels, mask: (
             net.head(x)[mask].sum(-1) * torch.arange(x[mask].shape[0])
         ).sum(),
-        "numbers the selected rows",
+        "uses the numbers 0, 1, … of the selected rows",
     ),
     "samples of equally many rows": (
         lambda net, x, labels, mask: net.hidden(x)[mask].reshape(len(x), -1).std(),
-        "rearranges selected rows",
+        "reshapes selected rows so that their elements mix",
     ),
 }
 

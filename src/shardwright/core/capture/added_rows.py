@@ -24,10 +24,10 @@ aten = torch.ops.aten
 def find_added_rows(
     write: fx.Node, coordinates: Mapping[fx.Node, tuple[RowMask, int]]
 ) -> fx.Node | None:
-    """Return the rows that `x[index] += rows` adds; None if an adding write could differ.
+    """Return the rows that `x[index] += rows` adds; None if `write` is no such addition.
 
-    Both are equal if no position is written twice, as in a loop over the different experts of each
-    token.
+    Also None if `index` may repeat a position: `x[index] += rows` then adds only one of its rows,
+    but an adding write adds all.
 
     Args:
         write: an `index_put` that does not add.
@@ -51,7 +51,7 @@ def find_added_rows(
 
 
 def _is_written_between(x: fx.Node, read: fx.Node, write: fx.Node, value: fx.Node) -> bool:
-    """Whether another operator than `value` may write to `x` between a read of `x` and a write."""
+    """Whether an operator other than `value` may change `x` between the nodes `read` and `write`."""
     node = read
     while node is not write:
         if node is not value and _may_write(node, x):
@@ -74,7 +74,7 @@ def _may_write(node: fx.Node, x: fx.Node) -> bool:
 
 
 def _selects_different_positions(masks: Sequence[RowMask], dims: Sequence[int]) -> bool:
-    """Whether the elements of a mask of chosen experts differ in the given dimensions."""
+    """Whether no two True elements of an expert mask have equal coordinates in `dims`."""
     first, *others = masks
     if any(mask is not first for mask in others):
         return False

@@ -53,10 +53,9 @@ class ArgumentContainers:
                 self._record_contents(inner, item)
 
     def refusal(self, codes: Iterable[CodeType]) -> CaptureError | None:
-        """Return the error for a call that changed a container among its arguments; otherwise
-        None.
+        """Return the error for a call that changed a container among its arguments, or None.
 
-        The caller of a captured model gets its result but not changes to arguments. Removed entries
+        A captured model returns its result, but does not change arguments. Removed entries
         and dict entries set to tensors are allowed: `forward` often prepares a batch that way.
 
         Args:

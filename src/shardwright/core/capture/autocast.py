@@ -52,7 +52,7 @@ LOWER = _split_names(
 )
 """Operators that autocast computes in the dtype of the region.
 
-Recurrent layers are listed, because autocast casts all inputs of cuDNN.
+Recurrent layers are listed because autocast casts their inputs for cuDNN.
 """
 
 SINGLE = _split_names(
@@ -147,7 +147,7 @@ class TracedRegions:
         return self._device_type or CPU if self._any_enabled else None
 
     def enter(self, region: torch.autocast, enabled: bool, enter: Callable[[Any], Any]) -> Any:
-        """Enter an autocast region; a region for the model's device becomes a region for the CPU.
+        """Enter an autocast region, on the CPU in place of the model's device.
 
         Args:
             region: the region.

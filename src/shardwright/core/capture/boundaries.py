@@ -92,8 +92,8 @@ def _find_single_operator(nodes: Sequence[fx.Node]) -> fx.Node | None:
 
 
 def _match_arguments(node: fx.Node, arguments: Mapping[fx.Node, str]) -> tuple[str | None, ...]:
-    """Return, for each tensor that an operator reads, the name of the pinned call's argument that
-    it is; None for other tensors.
+    """Return which argument of the pinned call each input of an operator is, by name; None for
+    other inputs.
 
     Args:
         node: the operator.

@@ -71,16 +71,16 @@ class _MaskCondition:
 
 
 @dataclass(frozen=True)
-class _MaskConditions:
+class _DecomposedMask:
     """Attention mask: the conjunction of a band of positions and further conditions."""
 
     band: Band = ALL
     terms: tuple[_MaskCondition, ...] = ()
 
-    def __and__(self, other: _MaskConditions) -> _MaskConditions:
-        return _MaskConditions(self.band & other.band, self.terms + other.terms)
+    def __and__(self, other: _DecomposedMask) -> _DecomposedMask:
+        return _DecomposedMask(self.band & other.band, self.terms + other.terms)
 
-    def reshaped(self, source: fx.Node, mask: fx.Node) -> _MaskConditions | None:
+    def reshaped(self, source: fx.Node, mask: fx.Node) -> _DecomposedMask | None:
         """Return the conditions of `mask`, a reshape of `source`; None if the mask has no such
         decomposition.
 
@@ -98,20 +98,20 @@ class _MaskConditions:
             return insert_reshape(vector, (*lead, rows, columns), mask)
 
         terms = [replace(term, vectors=tuple(map(new, term.vectors))) for term in self.terms]
-        return _MaskConditions(self.band, tuple(terms))
+        return _DecomposedMask(self.band, tuple(terms))
 
 
-def _decompose_mask(mask: Any, detector: BandDetector) -> _MaskConditions | None:
+def _decompose_mask(mask: Any, detector: BandDetector) -> _DecomposedMask | None:
     """Decompose a boolean mask of queries and keys into a band and conditions; None if the mask
     contains other operators."""
     band = detector.band(mask)
     if band is not None:
-        return _MaskConditions(band)
+        return _DecomposedMask(band)
     if mask.meta["val"].dtype != torch.bool or len(node_shape(mask)) < 2:
         return None
     # One value per key or per query, as of padding.
     if 1 in node_shape(mask)[-2:]:
-        return _MaskConditions(terms=(_MaskCondition("all", (mask,)),))
+        return _DecomposedMask(terms=(_MaskCondition("all", (mask,)),))
     if mask.target in AND:
         return _decompose_conjunction(mask, detector)
     if mask.target in SAME and node_shape(mask.args[0])[-2:] == node_shape(mask)[-2:]:
@@ -120,12 +120,12 @@ def _decompose_mask(mask: Any, detector: BandDetector) -> _MaskConditions | None
             return conditions
         return conditions.reshaped(mask.args[0], mask)
     if mask.target in _NAMES and all(_is_query_or_key_vector(each) for each in mask.args):
-        return _MaskConditions(terms=(_MaskCondition(_NAMES[mask.target], mask.args),))
+        return _DecomposedMask(terms=(_MaskCondition(_NAMES[mask.target], mask.args),))
     return None
 
 
-def _decompose_conjunction(mask: fx.Node, detector: BandDetector) -> _MaskConditions | None:
-    conjunction = _MaskConditions()
+def _decompose_conjunction(mask: fx.Node, detector: BandDetector) -> _DecomposedMask | None:
+    conjunction = _DecomposedMask()
     for each in mask.args:
         conditions = _decompose_mask(each, detector)
         if conditions is None:
@@ -145,7 +145,7 @@ _NAMES = {getattr(aten, name).Tensor: name for name in ("eq", "ne", "ge", "gt", 
 
 
 def _use_blockwise_attention(
-    node: fx.Node, inputs: tuple[fx.Node, ...], mask: _MaskConditions | None, scale: float | None
+    node: fx.Node, inputs: tuple[fx.Node, ...], mask: _DecomposedMask | None, scale: float | None
 ) -> None:
     query, key, value = inputs[0], *map(_find_unrepeated_heads, inputs[1:])
     shapes = [node_shape(each) for each in (query, key, value)]

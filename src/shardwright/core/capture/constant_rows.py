@@ -1,8 +1,8 @@
 """Evaluate the indices and row counts of experts in a traced graph.
 
 Models count the rows of each expert in many ways: `bincount`, `histc`, a sum of one-hot vectors or
-of comparisons. Whether a tensor is the end of each expert's rows is therefore tried: the operators
-that compute it are run on random experts.
+of comparisons. To detect a tensor with the end positions of the experts' rows, capture therefore
+runs the operators that compute the tensor on random expert indices.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from shardwright.core.torch_internals import pytree
 aten = torch.ops.aten
 
 MOST_ELEMENTS = 1 << 28
-"""Maximum number of elements of a tensor that is computed on random experts; a one-hot vector for
-each row is usually the largest."""
+"""Maximum number of elements of a tensor that is computed from random expert indices; the largest
+is usually a one-hot vector for each row."""
 
 _CREATIONS = (
     *(aten.zeros.default, aten.ones.default, aten.full.default, aten.arange.default),
@@ -40,7 +40,7 @@ _CHOICES = (
     *(aten.topk.default, aten.max.dim, aten.min.dim, aten.sort.default),
     *(aten.argmax.default, aten.argmin.default, aten.argsort.default),
 )
-"""Operators whose indices are experts, chosen by the largest or smallest scores."""
+"""Operators that choose experts by the largest or smallest scores, and return expert indices."""
 
 _ASCENDING = (aten.min.dim, aten.argmin.default)
 """Operators of `_CHOICES` that always choose the smallest score."""
@@ -50,7 +50,7 @@ _CHOICE_VIEWS = (
     *(aten.to.dtype, aten.unsqueeze.default, aten.squeeze.dim, aten.flatten.using_ints),
     *(aten.view.default, aten.clone.default, aten.detach.default, aten.transpose.int),
 )
-"""Operators that keep, select or cast the experts of tokens."""
+"""Operators that reshape, select or cast expert indices without changing them."""
 
 
 def row_numbers(node: fx.Node) -> Tensor | None:
@@ -63,15 +63,14 @@ def compute_constant(node: fx.Node) -> Tensor | None:
     """Return the value of a tensor that the graph computes from constants alone; None for other
     tensors."""
     try:
-        value: Tensor = _Formula([node], set()).run({}, _refuse_unknown)[0]
+        value: Tensor = _Subgraph([node], set()).run({}, _raise_unknown_value)[0]
     except _UnknownNumbersError:
         return None
     return value
 
 
 def repeats_of_rows(numbers: Tensor | None, count: int) -> int | None:
-    """Return how often each of `count` rows is read, if the row numbers are ascending and each is
-    equally frequent; otherwise None."""
+    """Return r if the row numbers are r times 0, r times 1, … and r times `count - 1`; else None."""
     if numbers is None or not count or len(numbers) % count:
         return None
     repeats = len(numbers) // count
@@ -80,47 +79,46 @@ def repeats_of_rows(numbers: Tensor | None, count: int) -> int | None:
 
 
 class MaskTrials:
-    """Values that masks of the rows of each expert have for random experts.
+    """Values of expert masks, computed from random expert indices.
 
     Args:
-        root: the experts of each token, `[tokens, top_k]` or `[tokens]`.
+        root: node of the expert indices, `[tokens, top_k]` or `[tokens]`.
         masks: masks that are computed from `root`.
     """
 
     def __init__(self, root: fx.Node, masks: Sequence[fx.Node]) -> None:
         self.draws: list[tuple[Tensor, list[Tensor]]] = []
-        """For each draw of random experts, the experts of the tokens and the values of the masks;
-        empty if a mask cannot be computed."""
+        """Expert indices and values of the masks for each draw; empty if a mask cannot be
+        computed."""
         generator = torch.Generator().manual_seed(0)
-        formula = _Formula(masks, {root})
+        formula = _Subgraph(masks, {root})
         num_choices = find_num_choices(root)
         num_experts = num_choices or len(masks)
-        for drawn in _draw_experts(root, num_experts, generator):
+        for drawn in _draw_expert_ids(root, num_experts, generator):
             try:
-                values = formula.run({root: drawn}, _refuse_unknown)
+                values = formula.run({root: drawn}, _raise_unknown_value)
             except (_UnknownNumbersError, RuntimeError, IndexError):
                 self.draws.clear()
                 return
             self.draws.append((drawn, values))
         if num_choices is None:
-            self._add_other_draws(root, formula, num_experts, generator)
+            self._draw_arbitrary_integers(root, formula, num_experts, generator)
 
-    def _add_other_draws(
-        self, root: fx.Node, formula: _Formula, experts: int, generator: torch.Generator
+    def _draw_arbitrary_integers(
+        self, root: fx.Node, formula: _Subgraph, experts: int, generator: torch.Generator
     ) -> None:
-        """Add values of the masks for integers that are no expert indices, which the model may have
-        or not."""
+        """Add draws of arbitrary integers, since `root` may contain other numbers than expert
+        indices."""
         for low in (0, -2 * experts):
             drawn = torch.randint(low, 3 * experts, node_shape(root), generator=generator)
             drawn = drawn.to(tensor(root).dtype)
-            # An operator such as `one_hot` fails for values which the model then never has.
+            # An operator such as `one_hot` fails for values that the model then never has.
             with suppress(RuntimeError, IndexError):
-                self.draws.append((drawn, formula.run({root: drawn}, _refuse_unknown)))
+                self.draws.append((drawn, formula.run({root: drawn}, _raise_unknown_value)))
 
 
 def find_num_choices(root: fx.Node) -> int | None:
-    """Return the number of experts among which the integers `root` are the indices of the highest
-    scores; None for other integers."""
+    """Return the number of experts if `root` contains expert indices chosen by scores; else None."""
     choice = find_choice(root)
     if choice is None:
         return None
@@ -130,8 +128,8 @@ def find_num_choices(root: fx.Node) -> int | None:
 
 
 def find_choice(root: fx.Node) -> fx.Node | None:
-    """Return the operator that chooses experts by scores, if `root` is its indices or a view of
-    them; None for other integers."""
+    """Return the operator, such as `topk`, that chose the expert indices `root` by scores; None for
+    other integers."""
     while root.target in _CHOICE_VIEWS:
         root = root.args[0]  # type: ignore[assignment]
     source = root
@@ -143,14 +141,14 @@ def find_choice(root: fx.Node) -> fx.Node | None:
 
 
 def compute_for_preference(node: fx.Node, preference: Preference) -> Tensor | None:
-    """Compute the value that a node has if tokens choose experts by a given preference.
+    """Compute the value of a node for tokens routed by a given preference.
 
     Args:
-        node: node that is computed from the indices of a choice by scores, and constants.
+        node: node that is computed from expert indices and constants.
         preference: the order in which each token prefers experts.
 
     Returns:
-        None if the value cannot be computed.
+        The value; None if it cannot be computed.
     """
     root = find_first_integers(node)
     choice = find_choice(root)
@@ -164,55 +162,54 @@ def compute_for_preference(node: fx.Node, preference: Preference) -> Tensor | No
         preference, node_shape(scores), arguments["dim"], arguments.get("k", 1), ascending
     )
     try:
-        value: Tensor = _Formula([node], {scores}).run({scores: drawn}, _refuse_unknown)[0]
+        value: Tensor = _Subgraph([node], {scores}).run({scores: drawn}, _raise_unknown_value)[0]
     except (_UnknownNumbersError, RuntimeError, IndexError):
         return None
     return value
 
 
-def _refuse_unknown(_: fx.Node) -> Tensor:
+def _raise_unknown_value(_: fx.Node) -> Tensor:
     raise _UnknownNumbersError
 
 
 class ExpertEnds:
-    """Record of the sorts that arrange rows by expert, and of the tensors that hold the end
-    position of each expert's rows.
+    """Detector of tensors with the end position of each expert's rows after a sort by expert.
 
-    Equal formulas, such as those of the layers of a model, are tried once.
+    Equal operators, such as those of the layers of a model, are tried once.
     """
 
     def __init__(self) -> None:
         self._matches: dict[str, bool] = {}
 
     def match(self, ends: fx.Node, positions: fx.Node, keys: fx.Node, experts: int) -> bool:
-        """Whether a sort arranges rows by expert, and `ends` has the end position of each expert's
-        rows.
+        """Whether a sort arranges rows by expert and `ends` are the end positions of each expert.
 
         Args:
-            ends: tensor that should be the end of each expert's rows, `[experts]`.
+            ends: presumed end positions, `[experts]`.
             positions: position before the sort of each sorted row, `[rows]`.
-            keys: experts of the rows before the sort, `[rows]`.
+            keys: expert index of each row before the sort, `[rows]`.
             experts: number of experts.
         """
         if node_shape(ends) != (experts,):
             return False
         root = find_first_integers(keys)
-        formula = _Formula((ends, positions, keys), {root})
+        formula = _Subgraph((ends, positions, keys), {root})
         description = f"{formula.describe()}, {experts} of {is_topk(root)}"
         if description not in self._matches:
-            self._matches[description] = _matches_in_trials(formula, root, experts)
+            self._matches[description] = _are_expert_ends_in_trials(formula, root, experts)
         return self._matches[description]
 
 
 def find_first_integers(keys: fx.Node) -> fx.Node:
-    """Return the first integer tensor from which the sort keys are computed, as rows may be counted
-    from another view of it."""
+    """Return the first integer tensor from which a chain of operators computes `keys`.
+
+    A model may count the rows of an expert from another view of this tensor.
+    """
     return list_integers(keys)[0]
 
 
 def list_integers(keys: fx.Node) -> list[fx.Node]:
-    """Return the integer and boolean tensors from which the sort keys are computed, in order, the
-    keys last."""
+    """Return the chain of integer and boolean tensors from which `keys` is computed, `keys` last."""
     chain = [keys]
     while True:
         # The number of an expert may be a constant tensor: `ids == torch.full((), 3)`.
@@ -222,15 +219,15 @@ def list_integers(keys: fx.Node) -> list[fx.Node]:
         chain += inputs
 
 
-def _matches_in_trials(formula: _Formula, root: fx.Node, experts: int) -> bool:
+def _are_expert_ends_in_trials(formula: _Subgraph, root: fx.Node, experts: int) -> bool:
     generator = torch.Generator().manual_seed(0)
-    for drawn in _draw_experts(root, experts, generator):
+    for drawn in _draw_expert_ids(root, experts, generator):
         try:
             row_ends, order, expert_ids = formula.run(
-                {root: drawn}, lambda node: _draw_values(node, generator)
+                {root: drawn}, lambda node: _draw_random_values(node, generator)
             )
         except (_UnknownNumbersError, RuntimeError, IndexError):
-            # An operator that fails for values which the model never has.
+            # An operator that fails for values that the model never has.
             return False
         counts = expert_ids.to(torch.int64).bincount(minlength=experts)
         is_sorted = bool((expert_ids[order].diff() >= 0).all())
@@ -240,10 +237,10 @@ def _matches_in_trials(formula: _Formula, root: fx.Node, experts: int) -> bool:
 
 
 class _UnknownNumbersError(Exception):
-    """Raised for a node whose value depends on tensors whose values are unknown."""
+    """Raised for a node that is computed from tensors of unknown value."""
 
 
-class _Formula:
+class _Subgraph:
     """Operators that compute nodes of a graph from constants and from the nodes `roots`.
 
     Args:
@@ -269,7 +266,7 @@ class _Formula:
         return node in self.computable and node not in self.roots
 
     def describe(self) -> str:
-        """Return a text that is equal for equal operators on tensors of equal shapes."""
+        """Return a key that is equal for equal operators on tensors of equal shapes."""
         numbers = {node: index for index, node in enumerate(self.steps)}
         lines = []
         for node in self.steps:
@@ -288,8 +285,8 @@ class _Formula:
 
         Args:
             values: values of the roots.
-            draw_unknown: function that returns a value for a node that depends on neither roots nor
-                constants, or raises.
+            draw_unknown: returns a value for a node that depends on neither roots nor constants, or
+                raises an error.
         """
         for node in self.steps:
             if self._is_computed(node):
@@ -305,10 +302,7 @@ def _list_read_nodes(node: fx.Node) -> list[fx.Node]:
 
 
 def _sorted_ancestors(nodes: Sequence[fx.Node], roots: Set[fx.Node]) -> list[fx.Node]:
-    """Return `nodes` and all nodes from which they are computed, each after its inputs.
-
-    Inputs of `roots` are left out.
-    """
+    """Return `nodes` and their ancestors in topological order, up to and including `roots`."""
     ancestors: dict[fx.Node, None] = {}
     pending = list(nodes)
     while pending:
@@ -339,16 +333,18 @@ def _run_operator(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
 
 
 def is_topk(root: fx.Node) -> bool:
-    """Whether `root` is the indices of `topk`, which differ in each row."""
+    """Whether `root` is the index output of `topk`, whose indices differ within a row."""
     source = root.args[0] if root.target is operator.getitem else None
     is_result = isinstance(source, fx.Node) and source.target is aten.topk.default
     return is_result and bool(root.args[1] == 1)
 
 
-def _draw_experts(root: fx.Node, experts: int, generator: torch.Generator) -> Iterator[Tensor]:
-    """Yield expert indices of tokens: random ones, then the first experts for all tokens, then the
-    last, which reveals a limited number of rows per expert. The experts of a token differ if `topk`
-    chooses them."""
+def _draw_expert_ids(root: fx.Node, experts: int, generator: torch.Generator) -> Iterator[Tensor]:
+    """Yield expert indices with the shape of `root`: random, all of the first, all of the last.
+
+    The unbalanced draws reveal a capacity limit. The experts of a token differ if `root` is from
+    `topk`.
+    """
     sizes, dtype = node_shape(root), tensor(root).dtype
     if is_topk(root):
         scores = torch.rand(*sizes[:-1], experts, generator=generator)
@@ -360,7 +356,7 @@ def _draw_experts(root: fx.Node, experts: int, generator: torch.Generator) -> It
         yield from (torch.full(sizes, expert, dtype=dtype) for expert in (0, experts - 1))
 
 
-def _draw_values(node: fx.Node, generator: torch.Generator) -> Tensor:
+def _draw_random_values(node: fx.Node, generator: torch.Generator) -> Tensor:
     like = tensor(node)
     if like.dtype.is_floating_point:
         return torch.rand(like.shape, dtype=like.dtype, generator=generator)

@@ -72,7 +72,7 @@ def keep_rows_of_targets(graph: fx.Graph) -> None:
 
 
 def _erase_with_users(node: fx.Node) -> None:
-    """Erase a node and all nodes that depend on the node."""
+    """Erase a node and all nodes that depend on it."""
     for user in list(node.users):
         _erase_with_users(user)
     node.graph.erase_node(node)

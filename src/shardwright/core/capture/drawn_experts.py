@@ -4,9 +4,9 @@
         if not (ids == i).any():
             continue
 
-The experts of tokens (`ids`) are unknown during capture. `DrawnExperts` draws them for a trace by a
-`Preference`, computes from them what Python reads (`any()`, `len(rows)`, `counts.tolist()`), and
-leaves all tensors unknown. `expert_branches.py` compares traces with different draws.
+The expert indices `ids` are unknown during capture. `DrawnExperts` draws them for a trace by a
+`Preference` and computes from them only what Python reads, such as `any()`, `len(rows)` and
+`counts.tolist()`. `expert_branches.py` compares traces with different draws.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ _CONVERSIONS = {Tensor.__int__, Tensor.__float__, Tensor.__index__}
 _UNBIND = (torch.unbind, Tensor.unbind)
 
 
-def _find_choice(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Recognize a call that chooses experts by scores; None for other calls.
+def _parse_expert_choice(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Parse a call that chooses experts by scores, such as `topk`; None for other calls.
 
-    Returns (dimension, number of chosen experts, whether the smallest scores are chosen).
+    Returns (dimension of the experts, experts per token, whether the smallest scores are chosen).
     """
 
     def argument(name: str, position: int, default: Any = None) -> Any:
@@ -82,32 +82,33 @@ class DrawnExperts(KnownValues):
         self._conditions: list[Condition] = []
         """Conditions of Python branches that depend on the randomly drawn experts."""
         self._sizes: list[torch.SymInt] = []
-        """Symbolic numbers of selected rows, to which the trace gives the drawn experts' values."""
+        """Symbolic row counts, which branches of the trace see as the counts of the drawn experts.
+        """
         self._unknown_reads: list[str] = []
-        """Lines of the user that read a number whose comparisons are not recorded."""
+        """User lines that convert drawn values to Python numbers whose uses are not recorded."""
 
     def check_conditions(self) -> None:
-        """Check that branches of Python depend only on which experts have tokens.
+        """Check that each Python branch depends only on whether one expert has tokens.
 
         Raises:
-            CaptureError: if a condition has another value for other tokens of the same experts.
+            CaptureError: if a branch depends on more, such as the number of an expert's tokens.
         """
         if self._unknown_reads:
             raise LocatedError(
-                f"{self._unknown_reads[0]}: this reads a number that depends on the experts of "
-                "tokens, and what the program does with it is unknown\ncompare `.item()`, or "
-                "`.shape[0]` of the rows, with 0"
+                f"{self._unknown_reads[0]}: this makes a Python number of a tensor that depends on "
+                "the experts of tokens, and capture cannot follow the number\ncompare `.item()`, "
+                "or `.shape[0]` of the rows, with 0"
             )
         other = find_other_condition(self._conditions)
         if other is not None:
             raise LocatedError(
-                f"{other.line}: this branch depends on the experts of tokens otherwise than by "
-                "whether an expert has tokens\nskip only experts without tokens"
+                f"{other.line}: this branch depends on more than whether one expert has tokens\n"
+                "skip only experts without tokens"
             )
         if any(map(depends_on_positive_sizes, self._sizes[-1:])):
             raise CaptureError(
-                "a branch depends on the number of an expert's tokens otherwise than by whether "
-                "the expert has tokens\nskip only experts without tokens"
+                "a branch depends on the number of an expert's tokens, not only on whether the "
+                "expert has tokens\nskip only experts without tokens"
             )
 
     def __torch_function__(
@@ -115,27 +116,27 @@ class DrawnExperts(KnownValues):
     ) -> Any:
         kwargs = kwargs or {}
         if func is Tensor.__len__ and args[0].ndim:
-            return self._get_length(args[0].shape[0])
-        if func in _UNBIND and (rows := self._unbind(*args, **kwargs)) is not None:
+            return self._get_drawn_length(args[0].shape[0])
+        if func in _UNBIND and (rows := self._unbind_expert_ids(*args, **kwargs)) is not None:
             return rows
         if func is Tensor.__getitem__:
-            args = args[0], self._replace_numbers(args[1])
+            args = args[0], self._replace_constant_index(args[1])
         result = super().__torch_function__(func, types, args, kwargs)
         if func in _CONDITIONS or func in _NUMBERS or func in _CONVERSIONS:
-            return self._record_reads(func, args, kwargs, result)
+            return self._record_python_reads(func, args, kwargs, result)
         return result
 
-    def _get_length(self, size: int | torch.SymInt) -> int:
-        """Return what `len` returns, which Python makes a plain number."""
+    def _get_drawn_length(self, size: int | torch.SymInt) -> int:
+        """Return a tensor's length for the drawn experts; a plain number, as `len` requires."""
         if isinstance(size, torch.SymInt) and not tests_length_for_zero(find_user_frame()):
             self._unknown_reads.append(current_line())
         return supposed_size(size)
 
-    def _record_reads(
+    def _record_python_reads(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> Any:
-        """Record a condition that Python reads, or replace the numbers in it by numbers that record
-        the conditions of which they are part."""
+        """Record a bool that Python reads, and replace integers by `DrawnNumber`s, which record
+        their comparisons."""
         try:
             call = RecordedCall(func, self._replace_tensors_by_calls((args, kwargs)))
         except UnknownValueError:
@@ -156,18 +157,18 @@ class DrawnExperts(KnownValues):
 
     def _call_and_record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = super()._call_and_record(func, args, kwargs)
-        choice = _find_choice(func, args, kwargs)
+        choice = _parse_expert_choice(func, args, kwargs)
         if choice is not None:
-            self._draw_choice(func, args, kwargs, choice, result)
+            self._record_drawn_choice(func, args, kwargs, choice, result)
         for leaf in pytree.tree_leaves(result):
             if isinstance(leaf, Tensor):
-                self._suppose_sizes(leaf)
+                self._assume_drawn_sizes(leaf)
         return result
 
-    def _draw_choice(
+    def _record_drawn_choice(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], choice: Any, result: Any
     ) -> None:
-        """Record the indices that a choice by unknown scores returns as randomly drawn experts."""
+        """Record the index results of a choice by unknown scores as computed from drawn scores."""
         scores = args[0] if args else kwargs.get("input")
         if not isinstance(scores, Tensor) or scores in self._recorded_calls:
             return
@@ -183,16 +184,15 @@ class DrawnExperts(KnownValues):
                 self._recorded_calls[leaf] = version(leaf), call
 
     def _find_drawn_call(self, tensor: Any) -> RecordedCall | None:
-        """Return the recorded call of a tensor whose value depends on drawn experts."""
+        """Return the call that computes a tensor from drawn experts; None for other tensors."""
         try:
             call = self._find_recorded_call(tensor)
         except UnknownValueError:
             return None
         return call if isinstance(call, RecordedCall) and call.is_drawn else None
 
-    def _suppose_sizes(self, tensor: Tensor) -> None:
-        """Make Python branches on the number of selected rows see the number for the drawn
-        experts."""
+    def _assume_drawn_sizes(self, tensor: Tensor) -> None:
+        """Make Python branches see the symbolic sizes of a tensor as the drawn experts' sizes."""
         sizes = [size for size in tensor.shape if isinstance(size, torch.SymInt)]
         call = self._find_drawn_call(tensor) if sizes else None
         if call is None:
@@ -206,14 +206,16 @@ class DrawnExperts(KnownValues):
                 suppose_size(size, number)
                 self._sizes.append(size)
 
-    def _unbind(self, tensor: Any, dim: int = 0) -> tuple[Tensor, ...] | None:
-        """Return, as constants, the elements of a tensor of experts that has no static length, such
-        as the experts with tokens; None for other tensors."""
+    def _unbind_expert_ids(self, tensor: Any, dim: int = 0) -> tuple[Tensor, ...] | None:
+        """Unbind a tensor of drawn experts with a symbolic length into constants; None for others.
+
+        An example is a loop over `counts.nonzero()`, the experts that have tokens.
+        """
         call = self._find_drawn_call(tensor) if isinstance(tensor, Tensor) else None
         if call is None or dim != 0 or not isinstance(tensor.shape[0], torch.SymInt):
             return None
         try:
-            shape, numbers = call.value.shape[1:], _list_numbers(call)
+            shape, numbers = call.value.shape[1:], _compute_numbers(call)
         except UnknownValueError:
             return None
         if prod(shape) != 1 or any(isinstance(number, float) for number in numbers):
@@ -223,9 +225,11 @@ class DrawnExperts(KnownValues):
             self._call_and_record(torch.full, (tuple(shape), number), options) for number in numbers
         )
 
-    def _replace_numbers(self, index: Any) -> Any:
-        """Replace an index that is one integer constant by a number or slice by which the selected
-        element can be recognized."""
+    def _replace_constant_index(self, index: Any) -> Any:
+        """Replace a one-element integer index of known value by a number or a slice.
+
+        The graph then shows which element, such as the weights of one expert, is selected.
+        """
         if not isinstance(index, Tensor) or index.dtype is torch.bool or index.ndim > 1:
             return index
         # A comparison of a symbolic size would be a branch.
@@ -235,13 +239,13 @@ class DrawnExperts(KnownValues):
             call = self._find_recorded_call(index)
             if not isinstance(call, RecordedCall) or call.is_drawn:
                 return index
-            (number,) = _list_numbers(call)
+            (number,) = _compute_numbers(call)
         except UnknownValueError:
             return index
         return number if index.ndim == 0 else slice(number, number + 1)
 
 
-def _list_numbers(call: RecordedCall) -> list[Any]:
+def _compute_numbers(call: RecordedCall) -> list[Any]:
     """Return the elements of a recorded tensor as Python numbers.
 
     Raises:

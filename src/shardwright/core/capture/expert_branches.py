@@ -1,16 +1,16 @@
 """Python branches on the tokens of an expert, such as `if len(rows) == 0: continue`.
 
-A branch may skip operators on rows that a mask selects where the mask selects none: the program
-without branches then computes the same. The call is traced with four draws of experts:
+A branch may skip operators on selected rows if their mask selects none: a program without the
+branch computes the same result. Capture traces the call with four draws of experts:
 
 1. one token for each expert of the first half, all others for the second half;
 2. equal numbers of tokens for all experts;
 3. all tokens for the first experts, and none for the others;
 4. all tokens for the last experts, and none for the others.
 
-The first trace is the captured program if the second is equal, and if the third and the fourth lack
-only writes of rows whose masks are empty in their draws. A program that depends on the number of
-tokens in another way (a capacity, a mean) differs in one of them.
+The first trace is the captured program if the second is equal, and the third and fourth lack only
+writes of rows whose masks are empty in their draws. A program that depends on the number of tokens
+in another way, such as a capacity or a mean, differs in one of these traces.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ def trace_branches(call: CapturedCall, trace: Callable[[Preference], Trace]) -> 
         other = canonical_trace(trace(preference), call)
         remove_dead(other.graph)
         numbers: dict[str, int] = {}
-        values = _Values(other, numbers)
+        values = _ValueNumbering(other, numbers)
         expected = values.list_results()
-        masks = {values.numbers[region.mask] for region in _list_regions(other.graph)}
+        masks = {values.numbers[region.mask] for region in _list_expert_regions(other.graph)}
         skips = _SkippedWrites(first.graph, masks, preference)
-        is_equal = _Values(first, numbers, skips.find_base).list_results() == expected
+        is_equal = _ValueNumbering(first, numbers, skips.find_base).list_results() == expected
         if not is_equal or (first.trace.filled, first.trace.signature.out_spec) != (
             other.trace.filled,
             other.trace.signature.out_spec,
@@ -75,58 +75,57 @@ def trace_branches(call: CapturedCall, trace: Callable[[Preference], Trace]) -> 
 
 
 class _SkippedWrites:
-    """Writes of selected rows that a trace with other experts skips.
+    """Writes of expert rows that a trace with another draw of experts skips.
 
     Args:
         graph: graph of a trace in which all experts have tokens.
-        masks: numbers of the masks by which the other trace selects rows.
-        preference: the experts that are drawn for the other trace.
+        masks: value numbers (`_ValueNumbering`) of the masks of the other trace.
+        preference: the draw of experts of the other trace.
     """
 
     def __init__(self, graph: fx.Graph, masks: Set[int], preference: Preference) -> None:
         self._masks, self._preference = masks, preference
-        regions = _list_regions(graph)
+        regions = _list_expert_regions(graph)
         self.regions_of_ends = {end: region for region in regions for end in region.ends}
 
     def find_base(self, node: fx.Node, numbers: Mapping[fx.Node, int]) -> fx.Node | None:
-        """Return the tensor to which a skipped write of selected rows writes; None for other
-        nodes.
+        """Return the tensor that a skipped write would change; None for other nodes.
 
         Raises:
-            CaptureError: if the mask of a skipped write selects rows of the drawn experts.
+            CaptureError: if the write was skipped although its mask selects rows.
         """
         region = self.regions_of_ends.get(node)
         if region is None or numbers[region.mask] in self._masks:
             return None
-        if not _is_empty(region.mask, self._preference):
+        if not _selects_no_rows(region.mask, self._preference):
             raise CaptureError(
-                f"{line_of(region.nodes[0])}: a branch skips these rows though there may be some\n"
-                "skip only experts without tokens"
+                f"{line_of(region.nodes[0])}: a branch skips these rows of an expert that may have "
+                "tokens\nskip only experts without tokens"
             )
         return get_base(node)
 
 
-def _list_regions(graph: fx.Graph) -> list[ExpertRegion]:
+def _list_expert_regions(graph: fx.Graph) -> list[ExpertRegion]:
     return [region for loop in find_loops(graph, EqualNodes(graph)) for region in loop]
 
 
-def _is_empty(mask: fx.Node, preference: Preference) -> bool:
-    """Whether a mask selects no rows for the drawn experts."""
+def _selects_no_rows(mask: fx.Node, preference: Preference) -> bool:
+    """Whether a mask is False everywhere for a draw of experts."""
     value = compute_for_preference(mask, preference)
     return value is not None and not bool(value.any())
 
 
-class _Values:
+class _ValueNumbering:
     """Value numbers of the nodes of a graph: equal operators on equal values have equal numbers.
 
     Args:
         trace: the graph and its placeholders.
-        numbers_of_formulas: the number of each formula, an operator and the numbers of its
-            arguments; shared by the graphs to compare.
-        find_equal: returns an earlier node that has the value of a node, or None.
+        numbers_of_formulas: value number by formula, which is an operator with the value numbers of
+            its arguments; shared by the graphs to compare.
+        find_equal: returns an earlier node with the value of a given node, or None.
 
     Attributes:
-        numbers: the number of each node.
+        numbers: value number of each node.
     """
 
     def __init__(
@@ -153,23 +152,23 @@ class _Values:
                 )
 
     def list_results(self) -> tuple[str, str]:
-        """Return the numbers of the results and updates of the graph."""
+        """Return the value numbers of the graph's results and of its buffer updates."""
         returned, updates = results(self._graph)
         updated = {self._inputs[name]: self.numbers[node] for name, node in updates.items()}
-        return self._format(returned), str(sorted(updated.items()))
+        return self._format_arguments(returned), str(sorted(updated.items()))
 
     def _format_formula(self, node: fx.Node) -> str:
         if node.op == "placeholder":
             return self._inputs[node.name]
         is_detached = bool(node.meta.get("no_grad"))
-        return f"{node.target} {self._format((node.args, node.kwargs))} {is_detached}"
+        return f"{node.target} {self._format_arguments((node.args, node.kwargs))} {is_detached}"
 
-    def _format(self, arguments: Any) -> str:
+    def _format_arguments(self, arguments: Any) -> str:
         return str(fx.map_arg(arguments, lambda node: f"%{self.numbers[node]}"))
 
 
 def _describe_inputs(signature: Signature) -> dict[str, str]:
-    """Return the content of each placeholder by its name, equal in all traces of a call."""
+    """Return a description of each placeholder, by name, that is equal in all traces of a call."""
     inputs: dict[str, str] = {}
     for named in (signature.parameters, signature.buffers):
         for name, placeholder in named.items():
@@ -177,10 +176,10 @@ def _describe_inputs(signature: Signature) -> dict[str, str]:
     for index, placeholder in enumerate(signature.inputs):
         inputs[placeholder] = f"input {index}"
     for placeholder, constant in signature.constants.items():
-        inputs[placeholder] = f"constant {_describe(constant)}"
+        inputs[placeholder] = f"constant {_hash_constant(constant)}"
     return inputs
 
 
-def _describe(constant: Tensor) -> str:
+def _hash_constant(constant: Tensor) -> str:
     data = constant.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
     return f"{constant.dtype} {tuple(constant.shape)} {hashlib.sha256(data).hexdigest()}"

@@ -3,9 +3,9 @@
     if not (ids == i).any():
         continue
 
-The condition is computed for other draws: in each it must have the value of the trace, except where
-one expert has no tokens. A program that skips an expert without tokens meets this; a branch on the
-tokens of several experts, or on their order, does not.
+Capture recomputes the condition for other draws. Its value may change only if one particular expert
+has no tokens. A branch that skips an expert without tokens is accepted; a branch on the tokens of
+several experts, or on their order, is not.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from shardwright.core.capture.naming import current_line
 from shardwright.core.torch_internals import pytree
 
 Preference = Callable[[int, int, int], Tensor]
-"""Function of the numbers of tokens, of experts, and of experts per token; returns the experts in
-the order in which each token prefers them, `[tokens, experts]`."""
+"""Function of (tokens, experts, experts per token) that returns expert indices in the order in
+which each token prefers them, `[tokens, experts]`."""
 
 MOST_SCORES = 1 << 24
-"""Maximum number of scores that are drawn; traces that read token ids of a vocabulary draw none."""
+"""Maximum number of drawn scores; `topk` over a vocabulary has more, and is not drawn."""
 
 
 def balance_experts(tokens: int, experts: int, top_k: int) -> Tensor:
@@ -40,19 +40,19 @@ def balance_experts(tokens: int, experts: int, top_k: int) -> Tensor:
         ValueError: if there are fewer choices than experts.
     """
     if tokens * top_k < experts:
-        raise ValueError(f"{tokens} tokens for {experts} experts")
+        raise ValueError(f"too few tokens ({tokens}) for {experts} experts")
     first = torch.arange(tokens).unsqueeze(1) * top_k
     return (first + torch.arange(experts)) % experts
 
 
 def skew_experts(tokens: int, experts: int, top_k: int) -> Tensor:
-    """Give each expert of the first half one token, and all other tokens to the second half.
+    """Give one token to each expert of the first half, and all other tokens to the second half.
 
     Raises:
         ValueError: if there are too few tokens for all experts.
     """
     if tokens * top_k < experts:
-        raise ValueError(f"{tokens} tokens for {experts} experts")
+        raise ValueError(f"too few tokens ({tokens}) for {experts} experts")
     second = max(top_k, experts - experts // 2)
     first = experts - second
     order = torch.cat(
@@ -66,7 +66,7 @@ def skew_experts(tokens: int, experts: int, top_k: int) -> Tensor:
         row = order[token]
         order[token] = torch.cat([chosen, row[~torch.isin(row, chosen)]])
     if len(set(order[:, :top_k].flatten().tolist())) < experts:
-        raise ValueError(f"{tokens} tokens for {experts} experts")
+        raise ValueError(f"too few tokens ({tokens}) for {experts} experts")
     return order
 
 
@@ -96,7 +96,7 @@ def draw_scores(
         ValueError: if the scores have more than `MOST_SCORES` elements.
     """
     if not 0 < prod(sizes) <= MOST_SCORES:
-        raise ValueError(f"scores of shape {tuple(sizes)}")
+        raise ValueError(f"cannot draw scores of shape {tuple(sizes)}")
     leading = [size for index, size in enumerate(sizes) if index != dim % len(sizes)]
     order = preference(prod(leading), sizes[dim], top_k)
     ranks = order.argsort(1).view(*leading, sizes[dim]).movedim(-1, dim).double()
@@ -104,12 +104,12 @@ def draw_scores(
 
 
 def prefer_expert(expert: int, tokens: int, experts: int, top_k: int) -> Tensor:
-    """Give all tokens to `expert`, and to the experts that follow it if tokens have several."""
+    """Prefer `expert`, then the experts that follow it, for all tokens."""
     return ((torch.arange(experts) + expert) % experts).expand(tokens, experts)
 
 
 def shuffle_experts(seed: int, tokens: int, experts: int, top_k: int) -> Tensor:
-    """Give tokens random experts; for odd seeds, experts of the second half as far as possible."""
+    """Prefer experts in random order; for odd seeds, experts of the second half first."""
     generator = torch.Generator().manual_seed(seed)
     scores = torch.rand(tokens, experts, generator=generator)
     if seed % 2:
@@ -118,7 +118,7 @@ def shuffle_experts(seed: int, tokens: int, experts: int, top_k: int) -> Tensor:
 
 
 def count_tokens(count: int, tokens: int, experts: int, top_k: int) -> Tensor:
-    """Give the first expert `count` tokens."""
+    """Give `count` tokens to the first expert."""
     order = torch.arange(experts).repeat(tokens, 1)
     order[count:] = order[count:].roll(-1, 1)
     return order
@@ -129,9 +129,9 @@ class Condition:
     """A condition of a Python branch that depends on the experts of tokens.
 
     Args:
-        call: computes the condition; None for a number that is computed from drawn numbers, of
-            which conditions are not followed.
-        line: the user's line that reads it.
+        call: computes the condition; None for arithmetic on drawn numbers, whose later comparisons
+            are not recorded.
+        line: the user's line that reads the condition.
     """
 
     call: RecordedCall | None
@@ -139,12 +139,12 @@ class Condition:
 
 
 class DrawnNumber(int):
-    """A Python number that depends on the experts of tokens, and records comparisons with it.
+    """A Python integer computed from drawn experts, which records its comparisons.
 
     Args:
-        value: the number for the experts of the trace.
+        value: the number for the drawn experts.
         call: computes the number.
-        conditions: list to which conditions are added.
+        conditions: list to which each comparison is added.
     """
 
     def __new__(cls, value: int, call: RecordedCall, conditions: list[Condition]) -> DrawnNumber:
@@ -153,7 +153,7 @@ class DrawnNumber(int):
     def __init__(self, value: int, call: RecordedCall, conditions: list[Condition]) -> None:
         self._call, self._conditions = call, conditions
 
-    def _record(self, compare: Callable[..., Any], *others: Any) -> Any:
+    def _record_comparison(self, compare: Callable[..., Any], *others: Any) -> Any:
         if not all(isinstance(other, (int, float)) for other in others):
             return NotImplemented
         calls = [each._call if isinstance(each, DrawnNumber) else each for each in others]
@@ -163,25 +163,25 @@ class DrawnNumber(int):
         return compare(int.__int__(self), *plain)
 
     def __bool__(self) -> bool:
-        return bool(self._record(bool))
+        return bool(self._record_comparison(bool))
 
     def __eq__(self, other: object) -> Any:
-        return self._record(operator.eq, other)
+        return self._record_comparison(operator.eq, other)
 
     def __ne__(self, other: object) -> Any:
-        return self._record(operator.ne, other)
+        return self._record_comparison(operator.ne, other)
 
     def __lt__(self, other: Any) -> Any:
-        return self._record(operator.lt, other)
+        return self._record_comparison(operator.lt, other)
 
     def __le__(self, other: Any) -> Any:
-        return self._record(operator.le, other)
+        return self._record_comparison(operator.le, other)
 
     def __gt__(self, other: Any) -> Any:
-        return self._record(operator.gt, other)
+        return self._record_comparison(operator.gt, other)
 
     def __ge__(self, other: Any) -> Any:
-        return self._record(operator.ge, other)
+        return self._record_comparison(operator.ge, other)
 
     __hash__ = int.__hash__
 
@@ -208,42 +208,41 @@ for _name in _ARITHMETIC:
 
 
 MOST_EXPERTS = 512
-"""Largest number of experts for which conditions are tried, with one draw for each expert."""
+"""Maximum number of experts of a supported branch: each expert needs a draw of its own."""
 
 
 def find_other_condition(conditions: Sequence[Condition]) -> Condition | None:
-    """Return the first condition that depends on more than whether a single expert has tokens; None
-    without such a condition."""
+    """Return the first condition that depends on more than whether one expert has tokens, or None."""
     by_choice: dict[int, tuple[RecordedCall, list[Condition]]] = {}
     for condition in conditions:
-        calls = [] if condition.call is None else _list_choices(condition.call)
+        calls = [] if condition.call is None else _list_expert_choices(condition.call)
         choices = {id(choice): choice for choice in calls}
         if len(choices) != 1:
             return condition
         ((key, choice),) = choices.items()
         by_choice.setdefault(key, (choice, []))[1].append(condition)
     draws: dict[Any, Tensor] = {}
-    others = (_find_other_condition(*group, draws) for group in by_choice.values())
+    others = (_find_unsupported_condition(*group, draws) for group in by_choice.values())
     return next((condition for condition in others if condition is not None), None)
 
 
-def _find_other_condition(
+def _find_unsupported_condition(
     choice: RecordedCall, conditions: Sequence[Condition], draws: dict[Any, Tensor]
 ) -> Condition | None:
-    """Return the first condition that depends on more than whether a single expert has tokens.
+    """Return the first condition that depends on more than whether one expert has tokens, or None.
 
     Args:
-        choice: chooses experts by drawn scores.
+        choice: call, such as `topk`, that chooses experts by drawn scores.
         conditions: conditions that depend on `choice`.
-        draws: scores by what they are drawn from.
+        draws: cache of drawn scores, by the arguments of `draw_scores`.
     """
-    _, sizes, dim, *_ = _get_scores(choice).arguments[0]
+    _, sizes, dim, *_ = _get_drawn_scores(choice).arguments[0]
     experts = sizes[dim]
     if experts > MOST_EXPERTS:
         return conditions[0]
     values, missing = [], []
     for preference in _list_preferences(prod(sizes) // experts, experts):
-        trial = _Trial(preference, draws)
+        trial = _RoutingTrial(preference, draws)
         try:
             values.append([bool(trial.compute(each.call)) for each in conditions if each.call])
             ids = trial.compute(choice).flatten()
@@ -273,8 +272,9 @@ def _list_preferences(tokens: int, experts: int) -> Sequence[Preference]:
     )
 
 
-def _list_choices(call: RecordedCall) -> Iterator[RecordedCall]:
-    """Yield the choices by drawn scores on which a call depends."""
+def _list_expert_choices(call: RecordedCall) -> Iterator[RecordedCall]:
+    """Yield the calls, such as `topk`, that choose experts by drawn scores and on which `call`
+    depends."""
     pending, seen = [call], {id(call)}
     while pending:
         each = pending.pop()
@@ -286,18 +286,18 @@ def _list_choices(call: RecordedCall) -> Iterator[RecordedCall]:
         seen.update(map(id, inputs))
 
 
-def _get_scores(choice: RecordedCall) -> RecordedCall:
+def _get_drawn_scores(choice: RecordedCall) -> RecordedCall:
     leaves = pytree.tree_leaves(choice.arguments)
     calls = (leaf for leaf in leaves if isinstance(leaf, RecordedCall))
     return next(call for call in calls if call.function is draw_scores)
 
 
-class _Trial:
-    """Values that recorded calls have for other experts than those of the trace.
+class _RoutingTrial:
+    """Values of recorded calls for another routing of tokens than that of the trace.
 
     Args:
         preference: the order in which each token prefers experts.
-        draws: scores by what they are drawn from.
+        draws: cache of drawn scores, by the arguments of `draw_scores`.
     """
 
     def __init__(self, preference: Preference, draws: dict[Any, Tensor]) -> None:
@@ -313,10 +313,10 @@ class _Trial:
         if not call.is_drawn:
             return call.value
         if id(call) not in self._values:
-            self._values[id(call)] = self._compute(call)
+            self._values[id(call)] = self._compute_call(call)
         return self._values[id(call)]
 
-    def _compute(self, call: RecordedCall) -> Any:
+    def _compute_call(self, call: RecordedCall) -> Any:
         if call.function is draw_scores:
             arguments = (self._preference, *call.arguments[0][1:])
             if arguments not in self._draws:

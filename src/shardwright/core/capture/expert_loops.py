@@ -4,10 +4,10 @@
         rows, nth = torch.where(ids == i)
         out.index_add_(0, rows, weights[rows, nth, None] * expert(x[rows]))
 
-After `pad_selected_rows` every expert computes all rows. If the masks select each row for one
-expert, and the experts run the same operators with different parameters, one computation of all
-rows gives the same, in which each row reads the parameters of its expert. Products become
-`routed_product`s with stacked parameters, of which `routed_products.py` makes one operator.
+After `pad_selected_rows` every expert computes all rows. If each mask selects the rows of one
+expert, and the experts run the same operators with different parameters, one computation replaces
+the loop: each row reads the parameters of its expert. Products become `routed_product`s with
+stacked parameters, and `routed_products.py` merges these into one operator.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ _ADDS = (aten.index_add.default, aten.index_put.default)
 
 @dataclass
 class ExpertRegion:
-    """The operators of a loop on the rows of one expert.
+    """The operators of one expert in a loop over experts.
 
     Args:
         mask: mask of the expert's rows.
-        nodes: the operators, in the order of the graph.
-        ends: operators that write the rows into a tensor, or add them to one.
-        is_separate: whether no operator also reads rows of another mask.
+        nodes: operators on these rows, in the order of the graph.
+        ends: operators that write the rows into a tensor, or add them to a tensor.
+        is_separate: whether no operator combines these rows with rows of another mask.
     """
 
     mask: fx.Node
@@ -76,29 +76,29 @@ def fold_expert_loops(graph: fx.Graph, hint: str) -> None:
             _fold_loop(graph, regions, equal)
         except NoTemplateError as error:
             remove_dead(graph)
-            if hint and len(_list_costly(regions)) > 1:
-                raise _make_refusal(line, error, hint) from None
-    costly = _list_costly(separate)
+            if hint and len(_list_linear_layers(regions)) > 1:
+                raise _make_loop_error(line, error, hint) from None
+    costly = _list_linear_layers(separate)
     if hint and len(costly) > 1:
-        other = "selects rows by other masks than `ids == expert`"
-        raise _make_refusal(line_of(costly[0]), other, hint)
+        other = "selects rows by masks other than `ids == expert`"
+        raise _make_loop_error(line_of(costly[0]), other, hint)
 
 
-def _make_refusal(line: str, reason: object, hint: str) -> CaptureError:
+def _make_loop_error(line: str, reason: object, hint: str) -> CaptureError:
     return CaptureError(
         f"{line}: this loop over experts {reason}, so every expert would compute all tokens\nlet"
         f" all experts run the same operators on the rows of their tokens only.{hint}"
     )
 
 
-def _list_costly(regions: Sequence[ExpertRegion]) -> list[fx.Node]:
+def _list_linear_layers(regions: Sequence[ExpertRegion]) -> list[fx.Node]:
     """Return the first linear layer of each region that has one."""
     layers = ([n for n in region.nodes if n.target in LINEAR_LAYERS] for region in regions)
     return [nodes[0] for nodes in layers if nodes]
 
 
 def find_loops(graph: fx.Graph, equal: EqualNodes) -> list[list[ExpertRegion]]:
-    """Return the regions of the masks of each loop, which compare the same integers."""
+    """Return the regions of each loop over experts; masks of one loop compare the same integers."""
     regions: dict[fx.Node, ExpertRegion] = {}
     owners: dict[fx.Node, ExpertRegion] = {}
     for node in graph.nodes:
@@ -108,7 +108,7 @@ def find_loops(graph: fx.Graph, equal: EqualNodes) -> list[list[ExpertRegion]]:
             inputs = {0: regions.setdefault(mask, ExpertRegion(mask))}
         if len(inputs) == 1:
             (region,) = inputs.values()
-            if _is_end(node, region, owners, equal):
+            if _writes_region_rows(node, region, owners, equal):
                 region.ends.append(node)
             else:
                 region.nodes.append(node)
@@ -122,17 +122,16 @@ def find_loops(graph: fx.Graph, equal: EqualNodes) -> list[list[ExpertRegion]]:
 
 
 def find_mask_source(equal: EqualNodes, node: Any) -> fx.Node:
-    """Return the first tensor with the elements of `node`, from which only reshapes lead to it."""
+    """Return the tensor of which `node` is a chain of reshapes."""
     while node.target in (aten.reshape.default, restore_rows):
         node = node.args[0]
     return equal.first(node)
 
 
-def _is_end(
+def _writes_region_rows(
     node: fx.Node, region: ExpertRegion, owners: dict[fx.Node, ExpertRegion], equal: EqualNodes
 ) -> bool:
-    """Whether an operator writes a region's rows into a tensor at the positions of the region's
-    mask."""
+    """Whether an operator writes or adds a region's rows to a tensor outside of the region."""
     if node.target is aten.where.self:
         condition, rows, base = node.args
         is_mask = is_tensor(condition) and find_mask_source(equal, condition) is region.mask
@@ -143,38 +142,38 @@ def _is_end(
 def _fold_loop(graph: fx.Graph, regions: list[ExpertRegion], equal: EqualNodes) -> None:
     root, layout, order = find_experts_of_masks([region.mask for region in regions])
     regions = [regions[each] for each in order]
-    _check_regions(regions)
+    _check_equal_regions(regions)
     ends = [region.ends[0] for region in regions]
     position = {node: index for index, node in enumerate(graph.nodes)}
     chain = sorted(ends, key=position.__getitem__)
     last = chain[-1]
     template = ExpertTemplate([region.nodes for region in regions], root, layout, last, equal)
-    new = _compute_end(template, ends, chain, equal)
+    new = _insert_loop_result(template, ends, chain, equal)
     if not template.products or not fold_routed_products({last: new}, template.products):
         raise NoTemplateError(
-            "runs experts other than linear layers with elementwise operators between them"
+            "has experts that are not linear layers with elementwise operators between them"
         )
     remove_dead(graph)
 
 
-def _check_regions(regions: list[ExpertRegion]) -> None:
+def _check_equal_regions(regions: list[ExpertRegion]) -> None:
     if not all(region.is_separate for region in regions):
         raise NoTemplateError("combines the rows of several experts")
     if any(len(region.ends) != 1 for region in regions):
         raise NoTemplateError("does not add or write the rows of each expert to one result")
     targets = [[node.target for node in region.nodes] for region in regions]
     if any(each != targets[0] for each in targets):
-        raise NoTemplateError("runs other operators for some experts")
+        raise NoTemplateError("runs different operators for different experts")
 
 
-def _compute_end(
+def _insert_loop_result(
     template: ExpertTemplate, ends: list[fx.Node], chain: list[fx.Node], equal: EqualNodes
 ) -> fx.Node:
-    """Insert the result of a loop: its initial tensor, to which the rows of all experts are added
-    or written."""
+    """Insert the result of a loop: the initial tensor with the rows of all experts added or
+    written."""
     end, base = ends[0], get_base(chain[0])
     if any(each.target is not end.target for each in ends):
-        raise NoTemplateError("runs other operators for some experts")
+        raise NoTemplateError("runs different operators for different experts")
     for earlier, later in pairwise(chain):
         if find_mask_source(equal, get_base(later)) is not equal.first(earlier):
             raise NoTemplateError("does not add or write the rows of each expert to one result")
@@ -200,12 +199,12 @@ def get_base(end: fx.Node) -> fx.Node:
 def _find_added_rows(
     template: ExpertTemplate, value: fx.Node, starts: list[fx.Node], equal: EqualNodes
 ) -> fx.Node | None:
-    """Return what `out[mask] += rows` adds to the rows that it reads; None for other values.
+    """Return the `rows` of `out[mask] += rows`; None if `value` is not a sum with the old rows.
 
     Args:
-        template: the template of the loop.
+        template: computation of the rows of all experts.
         value: rows that the first expert writes.
-        starts: the tensor to which each expert writes.
+        starts: for each expert, `out` before its write.
         equal: nodes that compute equal values.
     """
     if value.target is not aten.add.Tensor or value.kwargs:

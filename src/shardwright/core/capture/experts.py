@@ -116,8 +116,8 @@ def dispatched(
 
 
 def _apply_activation(activation: Callable[[Tensor], Tensor], x: Tensor, dim: int) -> Tensor:
-    """Apply the activation to the up projection; if `x` has gate and value along `dim`, apply it to
-    the gate and multiply by the value."""
+    """Return `activation(x)`; with a gate, `activation(gate) * value`, where `x` stacks both along
+    `dim`."""
     first, *value = torch.split(x, 1, dim)
     return activation(first) * value[0] if value else activation(first)
 
@@ -218,8 +218,7 @@ def _get_up_projection_weight(module: Any) -> Any:
 
 
 def _interleaves_gate(module: Any) -> bool:
-    """Whether columns of gate and value alternate in the projection; otherwise the gate is one half
-    of the projection and the value the other."""
+    """Whether columns of gate and value alternate in the projection, instead of forming its halves."""
     return not getattr(module, "is_concatenated", True)
 
 

@@ -27,7 +27,7 @@ def is_data_dependent(error: Exception) -> bool:
 
 
 def error_of_model(message: str) -> str:
-    """Return a message of `explain_export` without the remark about the arguments."""
+    """Remove the remark about the arguments from a message of `explain_export`."""
     return message.replace(f"{OWN_ERROR}: ", "").replace(ACCEPTED, "")
 
 

@@ -118,11 +118,12 @@ def fake_copy(
 
 
 class _AliasMemo(dict[int, Any]):
-    """Memo of `copy.deepcopy` in which two objects have the same copy.
+    """Memo of `copy.deepcopy` that gives two objects the same copy.
 
     Args:
         copies: copies by `id()`.
-        alias, copied: `id()` of both objects; the second is copied first.
+        alias: `id()` of the object for which the copy of `copied` is returned.
+        copied: `id()` of the object that is copied.
     """
 
     def __init__(self, copies: Mapping[int, Any], alias: int, copied: int) -> None:
@@ -135,9 +136,9 @@ class _AliasMemo(dict[int, Any]):
 
 @contextmanager
 def calling_forward(twin: nn.Module) -> Iterator[None]:
-    """Return a context in which a call of `twin` calls its `forward` and hooks only.
+    """Return a context in which `twin(...)` runs only its hooks and `forward`, not its `__call__`.
 
-    A planned model runs the `__call__` of its class, if it has one, around the captured `forward`.
+    A planned model runs a `__call__` that the user's class overrides, so capture must not trace it.
     """
     cls = type(twin)
     call = cls.__call__
@@ -190,8 +191,7 @@ def fake_tensor(
 
 
 TRACING_LOCK = threading.RLock()
-"""Lock that one thread holds while it traces, as PyTorch's tracers and their patches are global to
-the process."""
+"""Lock of the thread that traces; PyTorch's tracers and their patches are global to the process."""
 
 
 @contextmanager
@@ -270,7 +270,7 @@ def silent_tracing() -> Iterator[None]:
 log = logging.getLogger(__name__)
 
 STORED = torch.float32
-"""Dtype of the parameters and arguments that are cast to the compute dtype."""
+"""Dtype of parameters and arguments that a compute dtype replaces; other dtypes are not cast."""
 
 LOSSES = frozenset(
     getattr(functional, name)

@@ -21,12 +21,10 @@ _Cache = type(lru_cache(lambda: None))
 
 
 def fill(values_of_fakes: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Replace fake tensors by tensors with data, in all Python objects that refer to the fake
-    tensors.
+    """Replace fake tensors by tensors with data in all Python objects that refer to them.
 
     Args:
-        values_of_fakes: pairs of a fake tensor that outlives its trace, and the tensor with data
-            that replaces it.
+        values_of_fakes: (fake tensor that outlives its trace, tensor with data) pairs.
     """
     if not values_of_fakes:
         return
@@ -101,8 +99,7 @@ def _find_cached_tensors(cache: Any) -> list[Tensor]:
 
 
 def tensors_in(held: list[Any], depth: int = 2) -> list[Tensor]:
-    """Return the tensors in a list and its tuples, lists and dicts down to nesting level
-    `depth`."""
+    """Return the tensors in a list and in its nested containers, down to level `depth`."""
     tensors: list[Tensor] = []
     # Per level: the tensors in `held`, then what the containers in it refer to.
     for _ in range(depth):

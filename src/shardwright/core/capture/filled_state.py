@@ -1,8 +1,8 @@
 """State that the first call of `forward` fills: attributes that were missing or None, and entries
 of caches.
 
-Each trace starts from the state before the first call, so a later trace may compute another value
-than the one that the eager module has stored. `Graph.filled` records the values.
+Each trace starts from the state before the first call, so a later trace may compute a value that
+differs from the one that the eager module has stored. `Graph.filled` records the values.
 """
 
 from __future__ import annotations
@@ -76,13 +76,15 @@ def check_filled(filled: Mapping[str, str], earlier: dict[str, str]) -> None:
 
 
 def replaced_none(before: Any, after: Any) -> list[str] | None:
-    """Return the attributes of an object that changed from None to plain values; None if anything
-    else of the object changed.
+    """Return the names of attributes that changed from None to plain values.
 
     Example: the first call sets `problem_type` in configurations of `transformers`.
 
     Args:
-        before, after: fingerprints of the object.
+        before, after: fingerprints of an object.
+
+    Returns:
+        None if anything else in the object changed.
     """
     plain_types = {plain_type.__name__ for plain_type in _PLAIN}
     # Fingerprints of `attributes.content`: ("object", id, (name, fingerprint), …).

@@ -54,7 +54,7 @@ class FunctionContext:
         """Do nothing: every output has a gradient during a trial."""
 
     def mark_dirty(self, *tensors: Tensor) -> None:
-        """Do nothing: tracing captures in-place changes."""
+        """Do nothing: tracing captures in-place changes of inputs."""
 
     def mark_non_differentiable(self, *tensors: Tensor) -> None:
         self._constants = tensors

@@ -100,7 +100,7 @@ class _FunctionalProgram:
         return node
 
     def read(self, node: fx.Node) -> fx.Node:
-        """Return the new node with the current value of an original node."""
+        """Return the node of the functional graph with the current value of an original node."""
         version = self.version.get(self.base(node), 0)
         seen, new = self.holds[node]
         # The base was written since: repeat the view on its current value.
@@ -110,7 +110,7 @@ class _FunctionalProgram:
         return new
 
     def write(self, node: fx.Node, new: fx.Node, by: fx.Node) -> None:
-        """Set the value of an original node to `new`, and update nodes that share its memory."""
+        """Set the current value of an original node to `new`, and update the base that it views."""
         # From the written view to its base, each a view of the next.
         path = [node]
         while path[-1] in self.view_of:

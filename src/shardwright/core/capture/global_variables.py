@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 GLOBALS = "globals of "
-"""Prefix of the module name in the location of a global variable.
+"""Prefix of a location that is a Python module: `globals of mymodel`.
 
-The prefix distinguishes a global variable of a Python module from an attribute of a submodule.
+The prefix distinguishes a Python module from a submodule of the model.
 """
 
 GRADIENT_MODE = (GLOBALS + "torch", "is_grad_enabled")

@@ -1,8 +1,8 @@
 """Capture of gradients that `forward` itself computes with `torch.autograd.grad`.
 
-The graph traced so far shows which operators lead from the inputs to the outputs. A separate trace
-calls these operators again, with autograd enabled, and differentiates them. The model's trace then
-calls the backward operators, on the results of the original operators.
+Capture finds the operators between the inputs and the outputs of the gradient in the graph traced
+so far. A second trace calls these operators again with autograd enabled, and differentiates them.
+The model's trace then calls the backward operators on the results of the original operators.
 """
 
 from __future__ import annotations
@@ -163,11 +163,11 @@ class TraceSoFar:
 
 @dataclass(frozen=True)
 class _GradientPath:
-    """The operators between the inputs and the outputs of a gradient that `forward` computes.
+    """Traced operators between the inputs and outputs of a `torch.autograd.grad` call.
 
     Args:
-        roots: inputs of the gradient that do not depend on its other inputs.
-        others: further nodes that the operators read.
+        roots: inputs of the call that do not depend on its other inputs.
+        others: other nodes that the operators read.
         operators: nodes between inputs and outputs, in graph order.
     """
 
@@ -199,7 +199,7 @@ class _GradientPath:
 
     @property
     def unchanged_results(self) -> list[fx.Node]:
-        """Operators that return one tensor, which no later operator changes in place."""
+        """Operators that return one tensor that no later operator changes in place."""
         writers = {
             node: tensors for node in self.operators if (tensors := _list_mutated_tensors(node))
         }
@@ -208,8 +208,7 @@ class _GradientPath:
         return [node for node in of_tensors if node not in changed]
 
     def call(self, operators: OperatorsAsCalled, tensors: Sequence[Tensor]) -> dict[fx.Node, Any]:
-        """Run the operators with `tensors` as the values of the nodes `roots` and `others`; return
-        the value of each node, by node."""
+        """Run the operators for given values of `roots` and `others`; return values by node."""
         values: dict[fx.Node, Any] = dict(zip((*self.roots, *self.others), tensors, strict=True))
         for node in self.operators:
             args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
@@ -275,9 +274,9 @@ class _GradientPath:
 
 
 def _find_dependents(graph: fx.Graph, starts: Sequence[fx.Node]) -> dict[fx.Node, None]:
-    """Return the nodes computed from `starts` while gradients are enabled, in graph order.
+    """Return the nodes computed from `starts` with gradients enabled, in graph order.
 
-    A node of `starts` is included only if it depends on another start node.
+    A node of `starts` is included only if it is computed from another one.
     """
     dependents: dict[fx.Node, None] = {}
     first, enabled = set(starts), True
@@ -308,8 +307,7 @@ def _list_mutated_tensors(node: fx.Node) -> list[fx.Node]:
 
 
 def _find_viewed_tensor(node: fx.Node) -> Any:
-    """Return the argument whose memory the result of an operator may share; None if the result is a
-    new tensor."""
+    """Return the argument that an operator's result may be a view of; None for a new tensor."""
     if node.target is operator.getitem:
         return node.args[0]
     if not isinstance(node.target, OpOverload) or not node.args:
@@ -340,7 +338,7 @@ def _draws_random_numbers(node: fx.Node) -> bool:
 
 
 def _turn_results_into_inputs(graph: fx.Graph, count: int) -> None:
-    """Turn the first `count` results of a trace into inputs, instead of computing them."""
+    """Replace the operators of the first `count` results of a trace by placeholders."""
     *_, output = graph.nodes
     results = list(output.args[0])
     last = [node for node in graph.nodes if node.op == "placeholder"][-1]

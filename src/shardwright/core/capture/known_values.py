@@ -1,8 +1,7 @@
-"""Compute the values of tensors that depend on no argument or parameter, such as the mask
-`~torch.eye(n).bool()`, on which shapes and branches may depend during capture.
+"""Values of traced tensors that depend on no argument or parameter, as `~torch.eye(n).bool()`.
 
-Buffers have the values that they have at capture. Capture records which buffers were read, as a
-call with other values of these buffers needs another captured program.
+Shapes and Python branches may depend on these tensors. A buffer has its value at capture. Capture
+records which buffers it read: a call with other values of them needs another captured program.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ _LIKE = {
     *(torch.ones_like, torch.zeros_like, torch.full_like),
     *(Tensor.new_ones, Tensor.new_zeros, Tensor.new_full, Tensor.new_tensor),
 }
-"""Functions that read no value of their first argument, only its shape and dtype."""
+"""Functions that read only the shape and dtype of their first argument."""
 
 _METADATA = {
     *(Tensor.size, Tensor.stride, Tensor.storage_offset, Tensor.untyped_storage, Tensor.numel),
@@ -74,10 +73,11 @@ class UnknownValueError(Exception):
 
 @dataclass(eq=False)
 class RecordedCall:
-    """A recorded function call, which is repeated to compute the values of a traced tensor.
+    """A function call of a trace, which can be repeated to compute the values of its result.
 
     Args:
-        arguments: (args, kwargs) of `function`, with the recorded call of each tensor in its place.
+        function: the function.
+        arguments: (args, kwargs) of `function`; each tensor is replaced by its recorded call.
         result_index: index of the tensor among the results; None if `function` changed its first
             argument in place.
     """
@@ -100,7 +100,7 @@ class RecordedCall:
         return value
 
     def select(self, result: Any) -> Any:
-        """Return the tensor of this call among the results of the function."""
+        """Return element `result_index` of the results of the function."""
         return (
             result if self.result_index is None else pytree.tree_leaves(result)[self.result_index]
         )
@@ -114,7 +114,13 @@ class RecordedCall:
         return self.run(*pytree.tree_map_only(RecordedCall, lambda r: r.value, self.arguments))
 
     def run(self, args: Any, kwargs: Any) -> Any:
-        """Call the function with other arguments; like `result`."""
+        """Call the function with given arguments instead of the recorded ones.
+
+        Returns its result, or the first argument if the function changes it in place.
+
+        Raises:
+            UnknownValueError: if the function draws random numbers or fails.
+        """
         # A changed state tells of random draws, also inside of functions without a tag.
         drawn = torch.default_generator.get_state()
         try:
@@ -133,7 +139,7 @@ class RecordedCall:
 
 
 def _require_unchanged(tensor: Tensor, recorded_version: int) -> Tensor:
-    """Return a tensor that was created before `forward`, if its values have not changed since.
+    """Return a tensor created before `forward`, whose values must not have changed since.
 
     Raises:
         UnknownValueError: if `tensor` was changed in place since `recorded_version`.
@@ -209,8 +215,8 @@ def filling_caches() -> Iterator[None]:
 
 
 class KnownValues(TorchFunctionMode):
-    """Context of a trace that computes tensor values which depend on buffers and constants only,
-    for shapes and branches.
+    """Context of a trace that computes the values of tensors which depend only on buffers and
+    constants.
 
     Args:
         module: the model, whose buffers have data.
@@ -226,16 +232,15 @@ class KnownValues(TorchFunctionMode):
         self._buffers_at_start: dict[int, _BufferAtStart] = {}
         self.read: dict[tuple[str, str], None] = {}
         # Found when `forward` begins, because `torch.export` replaces buffers of `twin` before.
-        twin.register_forward_pre_hook(lambda *_: self._find_buffers(module, twin))
+        twin.register_forward_pre_hook(lambda *_: self._record_buffers(module, twin))
         devices = {t.device for t in (*module.parameters(), *module.buffers()) if not t.is_meta}
         self._device = next(iter(devices), torch.device("cpu"))
         _known_values_of_traces.append(self)
 
     def known_pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield each fake tensor that is still alive after its trace and whose values can be
-        computed.
+        """Yield (fake tensor, tensor with its values) for fake tensors that outlive their trace.
 
-        Each item is (fake tensor, tensor with its values on the device of the model).
+        Skips fake tensors of unknown values. The values are on the device of the model.
         """
         for tensor, (seen, recorded_call) in list(self._recorded_calls.items()):
             if isinstance(tensor, FakeTensor) and seen == version(tensor):
@@ -257,7 +262,7 @@ class KnownValues(TorchFunctionMode):
         # A real tensor is its own value.
         return None if isinstance(tensor, FakeTensor) else tensor
 
-    def _find_buffers(self, module: nn.Module, twin: nn.Module) -> None:
+    def _record_buffers(self, module: nn.Module, twin: nn.Module) -> None:
         """Record the fake tensor of each buffer; `torch.export` may replace buffers of `twin`."""
         modules = dict(module.named_modules())
         for path, submodule in twin.named_modules():
@@ -355,8 +360,7 @@ class KnownValues(TorchFunctionMode):
         raise UnknownValueError
 
     def _replace_masks_by_indices(self, index: Any) -> Any:
-        """Replace masks in an index, if their values can be computed, by the indices of their true
-        elements."""
+        """Replace each mask of known values in an index by the indices of its True elements."""
         entries = index if isinstance(index, tuple) else (index,)
         masks = [p for p in entries if isinstance(p, Tensor) and p.dtype is torch.bool and p.ndim]
         if not masks:
@@ -364,7 +368,7 @@ class KnownValues(TorchFunctionMode):
         return tuple(resolved for entry in entries for resolved in self._find_mask_indices(entry))
 
     def _find_mask_indices(self, mask: Any) -> tuple[Any, ...]:
-        """Return the indices of the true elements of a mask, one tensor per dimension.
+        """Return the indices of the True elements of a mask, one tensor per dimension.
 
         Returns `(mask,)` if the values are unknown, or if `mask` is not boolean.
         """

@@ -15,7 +15,7 @@ _SECONDS = 1.0
 """Minimum seconds between two progress reports, each of which may print a line."""
 
 _PHASES = 2
-"""Phases of a capture, tracing and rewriting the graph, which take about equal time."""
+"""Number of phases of a capture, tracing and graph rewriting, which take about equal time."""
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential)
 

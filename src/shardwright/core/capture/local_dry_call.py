@@ -1,4 +1,4 @@
-"""Dry call of a `local_map` target on fake tensors, to infer its results and side effects."""
+"""Call of a `local_map` target on fake tensors, to infer its results and side effects."""
 
 from __future__ import annotations
 

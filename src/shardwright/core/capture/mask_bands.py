@@ -21,8 +21,7 @@ aten = torch.ops.aten
 
 
 class Band(NamedTuple):
-    """Mask with which the query at position i attends to the keys from i - `before` to i +
-    `after`."""
+    """Mask in which query i attends to the keys from i - `before` to i + `after`."""
 
     before: float = inf
     after: float = inf
@@ -47,7 +46,7 @@ _COMPARISONS = {
     aten.le.Tensor: (torch.ge, True),
     aten.lt.Tensor: (torch.gt, True),
 }
-"""Each comparison operator as `gt` or `ge`, and whether its operands must be swapped."""
+"""By comparison operator: the equivalent `gt` or `ge`, and whether to swap the operands."""
 _OPPOSITE = {torch.ge: torch.gt, torch.gt: torch.ge}
 
 
@@ -81,14 +80,16 @@ class BandDetector:
         if mask.target in _NOT:
             return self._infer_comparison_band(mask.args[0], opposite=True)  # type: ignore[arg-type]
         if mask.target is aten.eq.Tensor:
-            numbers = [n for each in mask.args if (n := self._get_value(each)) is not None]
+            numbers = [
+                n for each in mask.args if (n := self._compute_small_constant(each)) is not None
+            ]
             # Both operands are known, and all their elements are one number: every pair is equal.
             ends = [end.item() for n in numbers for end in n.aminmax()]
             return ALL if len(ends) == 4 and len(set(ends)) == 1 else None
         if mask.target in _COMPARISONS:
             return self._infer_comparison_band(mask)
         # Any other constant mask that is True everywhere.
-        value = self._get_value(mask)
+        value = self._compute_small_constant(mask)
         return ALL if value is not None and bool(value.all()) else None
 
     def _infer_reshaped_band(self, source: Any, mask: fx.Node) -> Band | None:
@@ -113,12 +114,12 @@ class BandDetector:
         None if it cannot be shown to be a band.
 
         Args:
-            opposite: whether the comparison is negated.
+            opposite: whether the mask is the negation of the comparison.
         """
         if mask.target not in _COMPARISONS or len(node_shape(mask)) < 2:
             return None
         greater, swapped = _COMPARISONS[mask.target]
-        first, second = (self._get_value(each) for each in mask.args)
+        first, second = (self._compute_small_constant(each) for each in mask.args)
         if first is None or second is None:
             return None
         dtype = torch.promote_types(first.dtype, second.dtype)
@@ -138,7 +139,7 @@ class BandDetector:
             )
         return None
 
-    def _get_value(self, node: Any) -> Tensor | None:
+    def _compute_small_constant(self, node: Any) -> Tensor | None:
         """Return the values of a small tensor computed from constants; None for other tensors."""
         if not is_tensor(node):
             return None
@@ -152,7 +153,7 @@ class BandDetector:
             return None
         if torch.Tag.nondeterministic_seeded in node.target.tags:
             return None
-        numbers = {each: self._get_value(each) for each in node.all_input_nodes}
+        numbers = {each: self._compute_small_constant(each) for each in node.all_input_nodes}
         if any(number is None for number in numbers.values()):
             return None
         args, kwargs = pytree.tree_map_only(fx.Node, numbers.get, (node.args, node.kwargs))
@@ -179,8 +180,7 @@ def _infer_band_of_vectors(queries: Tensor, keys: Tensor, greater: Any) -> Band 
 
 
 def _count_keys_after(queries: Tensor, keys: Tensor, greater: Any) -> int | None:
-    """Return the number of keys after its own position that each query attends to, if it attends to
-    all earlier keys.
+    """Return how many keys after its own position each query attends to, besides all earlier keys.
 
     Returns None if the number differs between queries, or if a query does not attend to its own
     position.

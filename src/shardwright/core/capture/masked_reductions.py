@@ -48,7 +48,7 @@ _SOFTMAXES = frozenset({"softmax", "log_softmax"})
 _SUMS_OVER_ROWS = frozenset(
     {"matmul", "linear", "dot", "mv", "index_add", "scatter_add", "index_put", "scatter_reduce"}
 )
-"""Names of operators to which a row of zeros adds nothing."""
+"""Names of operators whose result a row of zeros does not change."""
 
 _NLL = frozenset({"nll_loss", "nll_loss_nd", "nll_loss2d"})
 _LOSSES = frozenset(
@@ -90,38 +90,45 @@ def keep_selected_rows(graph: fx.Graph) -> None:
         reads_rows = any(each in selected.rows or each in selected.items for each in inputs)
         # Reductions first: `run` handles operators that compute each row by itself, and refuses
         # others.
-        if (node.target is select_rows or reads_rows) and not _reduce(selected, node):
+        if (node.target is select_rows or reads_rows) and not _rewrite_reduction(selected, node):
             selected.run(node)
     for node in [node for node in graph.nodes if node.target in (select_rows, restore_rows)]:
         replace(node, node.args[0])
 
 
-def _reduce(selected: SelectedRows, node: fx.Node) -> bool:
-    """Replace an operator that reduces over selected rows; return False for all other operators."""
+def _rewrite_reduction(selected: SelectedRows, node: fx.Node) -> bool:
+    """Rewrite a reduction over selected rows as one over all rows; return False for other
+    operators."""
     name = getattr(node.target, "__name__", "")
     if isinstance(node.target, OpOverload):
         name = operator_name(node.target)
     if node.target is custom_ops.cross_entropy or name in _NLL or name in _LOSSES:
-        return _reduce_loss(selected, node, name)
+        return _rewrite_loss(selected, node, name)
     if name in _NEUTRAL.keys() | _NORMS | _MOMENTS | _LARGEST | _SMALLEST:
-        return _reduce_rows(selected, node, name)
+        return _rewrite_row_reduction(selected, node, name)
     if name in _SOFTMAXES:
-        return _normalize_rows(selected, node)
-    return name in _SUMS_OVER_ROWS and _sum_over_rows(selected, node)
+        return _mask_softmax(selected, node)
+    return name in _SUMS_OVER_ROWS and _zero_unselected_rows(selected, node)
 
 
-def _reduce_rows(selected: SelectedRows, node: fx.Node, name: str) -> bool:
+def _rewrite_row_reduction(selected: SelectedRows, node: fx.Node, name: str) -> bool:
     arguments = node_arguments(node)
     if "other" in arguments:
         # `torch.max(x, y)` compares element by element.
         return False
     x = arguments["self"]
-    dims = _reduced_dims(arguments, len(node_shape(x)))
+    dims = _list_reduced_dims(arguments, len(node_shape(x)))
     # Over other dimensions, each row is reduced by itself.
     if selected.rows[x].dim not in dims:
         return False
     if name in _MOMENTS:
-        moment = _mean if name == "mean" else _variance if name == "var" else _deviation
+        moment = (
+            _insert_mean
+            if name == "mean"
+            else _insert_variance
+            if name == "var"
+            else _insert_standard_deviation
+        )
         replace(node, moment(selected, x, dims, bool(arguments.get("keepdim")), node))
         return True
     if name in _NORMS:
@@ -133,28 +140,31 @@ def _reduce_rows(selected: SelectedRows, node: fx.Node, name: str) -> bool:
         if any(user.args[1] == 1 for user in node.users if user.target is operator.getitem):
             # Indices among all rows are not those among the selected rows.
             raise refusal(node)
-        fill = _lowest(tensor(x).dtype) if name in _LARGEST else _highest(tensor(x).dtype)
+        fill = (
+            _get_lowest_value(tensor(x).dtype)
+            if name in _LARGEST
+            else _get_highest_value(tensor(x).dtype)
+        )
     else:
         fill = _NEUTRAL.get(name, 0)
     node.replace_input_with(x, selected.overwrite(x, selected.rows[x], fill, node))
     return True
 
 
-def _lowest(dtype: torch.dtype) -> float:
+def _get_lowest_value(dtype: torch.dtype) -> float:
     if dtype.is_floating_point:
         return -math.inf
     return 0 if dtype == torch.bool else torch.iinfo(dtype).min
 
 
-def _highest(dtype: torch.dtype) -> float:
+def _get_highest_value(dtype: torch.dtype) -> float:
     if dtype.is_floating_point:
         return math.inf
     return 1 if dtype == torch.bool else torch.iinfo(dtype).max
 
 
-def _normalize_rows(selected: SelectedRows, node: fx.Node) -> bool:
-    """Exclude rows that are not selected from a softmax; return False if it is along another
-    dimension."""
+def _mask_softmax(selected: SelectedRows, node: fx.Node) -> bool:
+    """Exclude unselected rows from a softmax over rows; return False for a softmax within rows."""
     arguments = node_arguments(node)
     x = arguments["self"]
     rows = selected.rows[x]
@@ -168,7 +178,7 @@ def _normalize_rows(selected: SelectedRows, node: fx.Node) -> bool:
     return True
 
 
-def _reduced_dims(arguments: dict[str, Any], rank: int) -> tuple[int, ...]:
+def _list_reduced_dims(arguments: dict[str, Any], rank: int) -> tuple[int, ...]:
     dims = arguments.get("dim")
     # PyTorch reduces all dimensions for None and for an empty list.
     if dims is None or dims == []:
@@ -177,42 +187,41 @@ def _reduced_dims(arguments: dict[str, Any], rank: int) -> tuple[int, ...]:
     return tuple(dim % rank for dim in dims)
 
 
-def _mean(
+def _insert_mean(
     selected: SelectedRows, x: fx.Node, dims: tuple[int, ...], keepdim: bool, node: fx.Node
 ) -> fx.Node:
     """Insert the mean of the selected rows: their sum divided by their number of elements."""
-    wide = _sum_dtype(node)
+    wide = _get_sum_dtype(node)
     options = {} if wide == tensor(x).dtype else {"dtype": wide}
     zeros = selected.overwrite(x, selected.rows[x], 0, node)
     total = insert(node, aten.sum.dim_IntList, (zeros, list(dims), keepdim), options)
-    mean = insert(node, aten.div.Tensor, (total, _count(selected, x, dims, node)))
-    return _with_dtype(mean, node)
+    mean = insert(node, aten.div.Tensor, (total, _insert_element_count(selected, x, dims, node)))
+    return _cast_to_dtype_of(mean, node)
 
 
-def _variance(
+def _insert_variance(
     selected: SelectedRows, x: fx.Node, dims: tuple[int, ...], keepdim: bool, node: fx.Node
 ) -> fx.Node:
-    """Insert the variance of the selected rows: the sum of the squared differences to their mean,
-    divided by their number of elements less the correction."""
-    return _with_dtype(_wide_variance(selected, x, dims, keepdim, node), node)
+    """Insert the variance of the selected rows: sum((x - mean)²) / max(0, count - correction)."""
+    return _cast_to_dtype_of(_insert_wide_variance(selected, x, dims, keepdim, node), node)
 
 
-def _deviation(
+def _insert_standard_deviation(
     selected: SelectedRows, x: fx.Node, dims: tuple[int, ...], keepdim: bool, node: fx.Node
 ) -> fx.Node:
     """Insert the standard deviation of the selected rows."""
-    variance = _wide_variance(selected, x, dims, keepdim, node)
+    variance = _insert_wide_variance(selected, x, dims, keepdim, node)
     # PyTorch's gradient of a standard deviation of 0 is 0, but that of a square root is not finite.
     is_zero = insert(node, aten.eq.Scalar, (variance, 0))
-    root = insert(node, aten.sqrt.default, (_fill(variance, is_zero, 1, node),))
-    return _with_dtype(_fill(root, is_zero, 0, node), node)
+    root = insert(node, aten.sqrt.default, (_insert_masked_fill(variance, is_zero, 1, node),))
+    return _cast_to_dtype_of(_insert_masked_fill(root, is_zero, 0, node), node)
 
 
-def _wide_variance(
+def _insert_wide_variance(
     selected: SelectedRows, x: fx.Node, dims: tuple[int, ...], keepdim: bool, node: fx.Node
 ) -> fx.Node:
-    """Insert the variance, with the dtype of sums."""
-    rows, arguments, wide = selected.rows[x], node_arguments(node), _sum_dtype(node)
+    """Insert the variance of the selected rows, in the dtype of `_get_sum_dtype`."""
+    rows, arguments, wide = selected.rows[x], node_arguments(node), _get_sum_dtype(node)
     correction = arguments.get("correction")
     if correction is None:
         # The older overloads have `unbiased` for a correction of 1.
@@ -220,7 +229,7 @@ def _wide_variance(
     zeros = selected.overwrite(x, rows, 0, node)
     if tensor(x).dtype != wide:
         zeros = insert(node, aten.to.dtype, (zeros, wide))
-    count = _count(selected, x, dims, node)
+    count = _insert_element_count(selected, x, dims, node)
     total = insert(node, aten.sum.dim_IntList, (zeros, list(dims), True))
     mean = insert(node, aten.div.Tensor, (total, count))
     centered = insert(node, aten.sub.Tensor, (zeros, mean))
@@ -234,7 +243,9 @@ def _wide_variance(
     return insert(node, aten.div.Tensor, (total, divisor))
 
 
-def _count(selected: SelectedRows, x: fx.Node, dims: tuple[int, ...], node: fx.Node) -> fx.Node:
+def _insert_element_count(
+    selected: SelectedRows, x: fx.Node, dims: tuple[int, ...], node: fx.Node
+) -> fx.Node:
     """Insert the number of elements of the selected rows in the reduced dimensions."""
     rows = selected.rows[x]
     count = insert(node, aten.sum.default, (rows.mask,))
@@ -243,26 +254,24 @@ def _count(selected: SelectedRows, x: fx.Node, dims: tuple[int, ...], node: fx.N
     return count if others == 1 else insert(node, aten.mul.Scalar, (count, others))
 
 
-def _sum_dtype(node: fx.Node) -> torch.dtype:
-    """Return the dtype in which a mean adds up its elements: as in PyTorch, 32 bits for 16-bit
-    numbers."""
+def _get_sum_dtype(node: fx.Node) -> torch.dtype:
+    """Return the dtype in which PyTorch sums the elements of a mean: float32 for 16-bit floats."""
     dtype = tensor(node).dtype
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
-def _fill(x: fx.Node, mask: fx.Node, value: float, before: fx.Node) -> fx.Node:
+def _insert_masked_fill(x: fx.Node, mask: fx.Node, value: float, before: fx.Node) -> fx.Node:
     return insert(before, aten.masked_fill.Scalar, (x, mask, value))
 
 
-def _with_dtype(x: fx.Node, node: fx.Node) -> fx.Node:
+def _cast_to_dtype_of(x: fx.Node, node: fx.Node) -> fx.Node:
     """Convert `x` to the dtype of `node`."""
     dtype = tensor(node).dtype
     return x if tensor(x).dtype == dtype else insert(node, aten.to.dtype, (x, dtype))
 
 
-def _reduce_loss(selected: SelectedRows, node: fx.Node, name: str) -> bool:
-    """Replace a loss that reduces over selected rows; return False for an unreduced loss, with one
-    value per row."""
+def _rewrite_loss(selected: SelectedRows, node: fx.Node, name: str) -> bool:
+    """Rewrite a loss over selected rows as one over all rows; return False for an unreduced loss."""
     function: Any = node.target
     defaults = schema_parameters(function)
     names = list(defaults)
@@ -299,7 +308,7 @@ def _reduce_loss(selected: SelectedRows, node: fx.Node, name: str) -> bool:
     losses = node.prev if node.prev is not following else unreduced
     dims = tuple(range(len(node_shape(losses))))
     if reduction == custom_ops.MEAN:
-        new = _mean(selected, losses, dims, False, node)
+        new = _insert_mean(selected, losses, dims, False, node)
     else:
         zeros = selected.overwrite(losses, selected.rows[losses], 0, node)
         new = insert(node, aten.sum.default, (zeros,))
@@ -307,9 +316,12 @@ def _reduce_loss(selected: SelectedRows, node: fx.Node, name: str) -> bool:
     return True
 
 
-def _sum_over_rows(selected: SelectedRows, node: fx.Node) -> bool:
-    """Set rows that are not selected to 0 in an operator that adds rows, as a matrix product of
-    which they are the inner dimension; return False if the result has the rows."""
+def _zero_unselected_rows(selected: SelectedRows, node: fx.Node) -> bool:
+    """Set unselected rows to 0 in the inputs of an operator that sums over rows.
+
+    An example is a matrix product whose inner dimension is the rows. Returns False if the result
+    still has rows.
+    """
     factor, rule, _ = selected.factor_of_rows(node)
     if any(factor in dims for dims in rule.outputs):
         return False

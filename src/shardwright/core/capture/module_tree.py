@@ -1,4 +1,4 @@
-"""A copy of a model's module tree, with its parameters and buffers but without its code."""
+"""Copy of a model's module tree with the model's parameters and buffers, but not its code."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ MAIN = (
     batch_norm_train,
     instance_norm_train,
 )
-"""Operators that may be named like their leaf module, by descending priority."""
+"""Operators that may be named like their leaf module, in descending priority."""
 
 
 def local_operator_name(target: Any) -> str:
@@ -65,8 +65,8 @@ def local_operator_name(target: Any) -> str:
 def name_operators(graph: fx.Graph, leaves: frozenset[str]) -> dict[fx.Node, str]:
     """Return a unique name for each operator of the graph; `getitem` is not an operator.
 
-    The main operator of a leaf module is named by the path of the module, as is an operator that
-    replaces the children of its module (`experts`, `local_map`). All other operators are named
+    The main operator of a leaf module has the path of the module as its name; so does an operator
+    that replaces the children of its module (`experts`, `local_map`). Other operators are named
     `path.operator`, `path.operator_1`, …. The path of a second call is `path@2`. The addition of a
     bias is `<name of the operator>.bias`.
 

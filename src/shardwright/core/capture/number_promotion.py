@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 _SAMPLES = {torch.bool: True, torch.int64: 1, torch.float64: 1.0}
-"""Example of a Python number, by the dtype of the tensor that replaces such a number."""
+"""Example of a Python number for each dtype of tensors that replace Python numbers."""
 
 _HALF = (torch.float16, torch.bfloat16)
 

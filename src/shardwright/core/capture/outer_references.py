@@ -97,7 +97,7 @@ class OuterReferences:
         """Check the keys of containers that a call of the copy has changed.
 
         Raises:
-            CaptureError: if a key is the model itself or the `id()` of a module.
+            CaptureError: if a key is the model or the `id()` of a module.
         """
         self._check_keys(changed, {id(copy) for _, copy in self._pairs})
 
@@ -145,12 +145,12 @@ class _ModuleReplacer:
             return self._ids.get(value, value)
         if id(value) in self._new:
             return self._new[id(value)][1]
-        new = self._rebuild(value)
+        new = self._rebuild_with_copies(value)
         if new is not value:
             self.replaced.append((value, new))
         return new
 
-    def _rebuild(self, value: Any) -> Any:
+    def _rebuild_with_copies(self, value: Any) -> Any:
         value_type = type(value)
         if issubclass(value_type, nn.Module):
             # A planned model and its alias of the user's class share submodules (`alias_module`).
@@ -188,7 +188,7 @@ def _are_identical(first: Iterable[Any], second: Iterable[Any]) -> bool:
 
 
 def _iterate_key_objects(container: Any) -> Iterator[Any]:
-    """Yield each key of a container, with tuples unpacked and weak references dereferenced."""
+    """Yield the keys of a container, with tuples unpacked and weak references dereferenced."""
     for key in container:
         for item in key if type(key) is tuple else (key,):
             yield item() if type(item) is weakref.ReferenceType else item

@@ -65,20 +65,20 @@ def select_rows(x: Tensor, mask: Tensor, dim: int, fill: bool = True) -> Tensor:
         x: all rows along dimension `dim`.
         mask: whether each row is selected, `[rows]`.
         dim: the dimension of the rows.
-        fill: whether rows that are not selected may have any values, so that they are overwritten.
+        fill: whether to overwrite unselected rows, because their values may be infinite or NaN.
     """
     # A copy, as a selection by a mask is: `functionalize` takes what shares storage for a view.
     return x.clone()
 
 
 def restore_rows(rows: Tensor, mask: Tensor, dim: int) -> Tensor:
-    """Mark the end of a selection, after which rows that are not selected are meaningless."""
+    """Mark rows that a write puts back at the positions of `mask`; unselected rows are not used."""
     # A copy, so that this is no view either.
     return rows.clone()
 
 
 def pad_selected_rows(graph: fx.Graph) -> None:
-    """Give all selections by masks the sizes of the tensors from which they select, in place.
+    """Make each selection by a mask return all rows, so that all sizes are static; in place.
 
     Raises:
         CaptureError: if an operator needs the number of selected rows as a Python number.
@@ -91,7 +91,7 @@ def pad_selected_rows(graph: fx.Graph) -> None:
         or (node.target in selections and has_symbols(node.meta.get("val")))
         for node in graph.nodes
     ):
-        padding = _Padding(graph)
+        padding = _PaddingRewrite(graph)
         for node in list(graph.nodes):
             # The rewrite of a node may erase later ones, such as the results of `where`.
             if node.op == "call_function" and not is_erased(node):
@@ -99,8 +99,8 @@ def pad_selected_rows(graph: fx.Graph) -> None:
         padding.erase_sizes()
 
 
-class _Padding:
-    """Rewrite of a graph to static shapes, with the selections that it has found so far.
+class _PaddingRewrite:
+    """Rewrite of a graph to static shapes, and the selections that it has met.
 
     Args:
         graph: the traced graph; modified in place.
@@ -112,14 +112,14 @@ class _Padding:
         self.mode: Any = next(x.fake_mode for x in fakes if isinstance(x, FakeTensor))
         self.counts = RowCounts()
         self.coordinates: dict[fx.Node, tuple[RowMask, int]] = {}
-        """Mask, and its dimension, of which a tensor has the indices of True elements."""
+        """(mask, dimension) of each tensor of indices of the True elements of a mask."""
         self.index_tables: dict[fx.Node, RowMask] = {}
-        """The mask of which each `nonzero` returns the indices of True elements."""
+        """The mask of each result of `nonzero`, `[True elements, dimensions]`."""
         self.positions: dict[fx.Node, Any] = {}
         """Symbolic number of rows of each `arange` over selected rows."""
 
     def run(self, node: fx.Node) -> None:
-        """Give one node static sizes."""
+        """Rewrite one node to static sizes."""
         value, target, inputs = node.meta.get("val"), node.target, node.all_input_nodes
         if target in _COORDINATES:
             self._replace_coordinates(node)
@@ -127,24 +127,24 @@ class _Padding:
         # Arithmetic on sizes stays until no operator reads it (`erase_sizes`).
         if isinstance(value, SYMBOLS) or value is None:
             return
-        if target in _READS and has_symbols(value) and self._select(node):
+        if target in _READS and has_symbols(value) and self._rewrite_selection(node):
             return
         if target in _NONZERO:
             self._replace_nonzero(node)
-        elif target in _WRITES and self._write(node):
+        elif target in _WRITES and self._rewrite_write(node):
             return
         elif target is aten.arange.default and has_symbols(value):
-            # Accepted only as the first of two indices (`_gathers_per_row`).
+            # Accepted only as the first of two indices (`_rewrite_gather_per_row`).
             self.positions[node] = expression_of(value.shape[0])
         elif (
             has_symbols(value)
             or any(each in self.counts.traced for each in inputs)
             or any(isinstance(each.meta.get("val"), SYMBOLS) for each in inputs)
         ):
-            self._update(node, value)
+            self._infer_static_shape(node, value)
 
     def erase_sizes(self) -> None:
-        """Erase arithmetic on numbers of rows that no operator reads, and checks of them."""
+        """Erase unused arithmetic on row counts, and checks of row counts."""
         # In reverse, so that what reads a size is erased before the size.
         for node in reversed(list(self.graph.nodes)):
             is_size = isinstance(node.meta.get("val"), SYMBOLS) or node in self.positions
@@ -153,7 +153,7 @@ class _Padding:
 
     # Reads
 
-    def _select(self, node: fx.Node) -> bool:
+    def _rewrite_selection(self, node: fx.Node) -> bool:
         """Replace `x[mask]`; return False if no index is a mask."""
         if node.target is aten.masked_select.default:
             arguments = node_arguments(node)
@@ -165,29 +165,29 @@ class _Padding:
                 else insert(node, aten.expand.default, (each, list(shape)))
                 for each in masked
             )
-            self._replace_by_rows(node, x, self._mask(node, mask), 0)
+            self._replace_by_all_rows(node, x, self._copy_mask(node, mask), 0)
             return True
         x, indices = node.args
         assert isinstance(x, fx.Node) and isinstance(indices, (list, tuple))
-        selection = self._mask_of_indices(node, x, indices)
+        selection = self._find_mask_of_indices(node, x, indices)
         if selection is not None:
-            self._replace_by_rows(node, x, *selection)
+            self._replace_by_all_rows(node, x, *selection)
             return True
-        if self._gathers_per_row(node, x, indices):
+        if self._rewrite_gather_per_row(node, x, indices):
             return True
         # PyTorch takes an index of dtype uint8 for a mask.
         if any(is_tensor(i) and tensor(i).dtype in (torch.bool, torch.uint8) for i in indices):
             raise count_refusal(node, "combines a mask with other indices")
         return False
 
-    def _mask_of_indices(
+    def _find_mask_of_indices(
         self, node: fx.Node, x: fx.Node, indices: Sequence[Any]
     ) -> tuple[RowMask, int] | None:
-        """Return the mask by which `x[indices]` selects, and its first dimension in `x`."""
+        """Return the mask that `x[indices]` applies and the first dimension of `x` that it covers."""
         indexed = [dim for dim, index in enumerate(indices) if index is not None]
         first, *others = (indices[dim] for dim in indexed)
         if not others and tensor(first).dtype == torch.bool:
-            return self._mask(node, first), indexed[0]
+            return self._copy_mask(node, first), indexed[0]
         if first not in self.coordinates:
             return None
         mask, start = self.coordinates[first][0], indexed[0]
@@ -199,27 +199,26 @@ class _Padding:
         same = adjacent and [self.coordinates.get(indices[dim]) for dim in indexed] == in_order
         return (mask, start) if same and node_shape(x)[start:][:rank] == mask.shape else None
 
-    def _replace_by_rows(self, node: fx.Node, x: fx.Node, mask: RowMask, dim: int) -> None:
-        """Replace a selection from `x` by `mask`, whose first dimension is dimension `dim` of
-        `x`."""
+    def _replace_by_all_rows(self, node: fx.Node, x: fx.Node, mask: RowMask, dim: int) -> None:
+        """Replace a selection by all rows of `x`; `dim` is the first dimension that `mask` covers."""
         shape, traced = node_shape(x), node.meta["val"].shape
         self.counts.record(node, traced[dim], mask)
         sizes = (*shape[:dim], prod(mask.shape), *shape[dim + len(mask.shape) :])
-        rows = self._reshape(node, x, sizes)
-        replace(node, self._mark_rows(node, rows, mask, dim, traced))
+        rows = self._insert_reshape(node, x, sizes)
+        replace(node, self._insert_row_mark(node, rows, mask, dim, traced))
 
-    def _mask(self, node: fx.Node, mask: fx.Node) -> RowMask:
-        """Insert a copy of a boolean tensor, which later in-place writes do not change."""
+    def _copy_mask(self, node: fx.Node, mask: fx.Node) -> RowMask:
+        """Insert a copy of a boolean tensor, so that later in-place writes do not change it."""
         shape = node_shape(mask)
         if prod(shape) == 1:
-            raise count_refusal(node, "selects from one row")
-        flat = self._reshape(node, mask, (prod(shape),))
+            raise count_refusal(node, "selects by a mask of one element")
+        flat = self._insert_reshape(node, mask, (prod(shape),))
         return RowMask(insert(node, aten.clone.default, (flat,)), shape)
 
-    def _reshape(self, node: fx.Node, x: fx.Node, shape: tuple[int, ...]) -> fx.Node:
+    def _insert_reshape(self, node: fx.Node, x: fx.Node, shape: tuple[int, ...]) -> fx.Node:
         return x if node_shape(x) == shape else insert(node, aten.reshape.default, (x, list(shape)))
 
-    def _mark_rows(
+    def _insert_row_mark(
         self,
         node: fx.Node,
         rows: fx.Node,
@@ -228,17 +227,20 @@ class _Padding:
         traced: Sequence[Any],
         fill: bool = True,
     ) -> fx.Node:
-        """Insert the mark of selected rows before `node`; `traced` is their traced shape."""
+        """Insert a `select_rows` mark before `node`; `traced` is the shape with symbolic sizes."""
         marked = insert(node, select_rows, (rows, mask.flat, dim, fill))
         self.counts.traced[marked] = tuple(map(expression_of, traced))
         return marked
 
-    def _gathers_per_row(self, node: fx.Node, x: fx.Node, indices: Sequence[Any]) -> bool:
+    def _rewrite_gather_per_row(self, node: fx.Node, x: fx.Node, indices: Sequence[Any]) -> bool:
         """Replace `rows[arange(len(rows)), index]` by `gather`; return False for other indices."""
         if len(indices) != 2 or indices[0] not in self.positions or len(node_shape(x)) != 2:
             return False
         positions, index = indices
-        if node_shape(index) != node_shape(x)[:1] or self._rows_of(x) != self.positions[positions]:
+        if (
+            node_shape(index) != node_shape(x)[:1]
+            or self._get_symbolic_row_count(x) != self.positions[positions]
+        ):
             return False
         column = insert(node, aten.unsqueeze.default, (index, 1))
         column = insert(node, aten.gather.default, (x, 1, column))
@@ -247,7 +249,7 @@ class _Padding:
         replace(node, new)
         return True
 
-    def _rows_of(self, x: fx.Node) -> Any:
+    def _get_symbolic_row_count(self, x: fx.Node) -> Any:
         """Return the symbolic number of rows of `x`; None if dimension 0 has a static size."""
         size = self.counts.traced[x][0] if x in self.counts.traced else None
         return None if isinstance(size, int) else size
@@ -256,62 +258,62 @@ class _Padding:
 
     def _replace_nonzero(self, node: fx.Node) -> None:
         value = node.meta["val"]
-        mask = self._mask(node, self._boolean(node))
-        table = insert(node, aten.stack.default, (self._coordinate_tensors(node, mask), 1))
+        mask = self._copy_mask(node, self._convert_to_boolean(node))
+        table = insert(node, aten.stack.default, (self._insert_coordinates(node, mask), 1))
         self.counts.record(node, value.shape[0], mask)
-        new = self._mark_rows(node, table, mask, 0, value.shape)
+        new = self._insert_row_mark(node, table, mask, 0, value.shape)
         self.index_tables[new] = mask
         replace(node, new)
 
     def _replace_coordinates(self, node: fx.Node) -> None:
-        mask = self._mask(node, self._boolean(node))
-        tensors = self._coordinate_tensors(node, mask)
+        mask = self._copy_mask(node, self._convert_to_boolean(node))
+        tensors = self._insert_coordinates(node, mask)
         for getitem in list(node.users):
             dim = getitem.args[1]
             assert isinstance(dim, int)
             self.counts.record(node, getitem.meta["val"].shape[0], mask)
-            new = self._mark_rows(node, tensors[dim], mask, 0, getitem.meta["val"].shape)
+            new = self._insert_row_mark(node, tensors[dim], mask, 0, getitem.meta["val"].shape)
             self.coordinates[new] = (mask, dim)
             replace(getitem, new)
         self.graph.erase_node(node)
 
-    def _boolean(self, node: fx.Node) -> fx.Node:
+    def _convert_to_boolean(self, node: fx.Node) -> fx.Node:
         (x,) = node.args
         assert isinstance(x, fx.Node)
         if tensor(x).dtype == torch.bool:
             return x
         return insert(node, aten.ne.Scalar, (x, 0))
 
-    def _coordinate_tensors(self, node: fx.Node, mask: RowMask) -> list[fx.Node]:
-        """Insert, for each dimension of a mask, the coordinate of every element, `[elements]`."""
+    def _insert_coordinates(self, node: fx.Node, mask: RowMask) -> list[fx.Node]:
+        """Insert the coordinates of all elements of a mask: `[elements]` for each dimension."""
         rank, coordinates = len(mask.shape), []
         for dim, size in enumerate(mask.shape):
-            axis = self._arange(node, size)
+            axis = self._insert_arange(node, size)
             sizes = (*(1,) * dim, size, *(1,) * (rank - dim - 1))
-            grid = self._reshape(node, axis, sizes)
+            grid = self._insert_reshape(node, axis, sizes)
             if node_shape(grid) != mask.shape:
                 grid = insert(node, aten.expand.default, (grid, list(mask.shape)))
-            coordinates.append(self._reshape(node, grid, (prod(mask.shape),)))
+            coordinates.append(self._insert_reshape(node, grid, (prod(mask.shape),)))
         return coordinates
 
-    def _arange(self, node: fx.Node, size: int) -> fx.Node:
+    def _insert_arange(self, node: fx.Node, size: int) -> fx.Node:
         with self.graph.inserting_before(node):
             new = self.graph.call_function(aten.arange.default, (size,))
         new.meta = {key: node.meta[key] for key in ORIGIN if key in node.meta}
-        new.meta["val"] = self._evaluate(new)
+        new.meta["val"] = self._run_on_fakes(new)
         return new
 
-    def _evaluate(self, node: fx.Node) -> Any:
-        """Run an operator, which may have no tensor arguments, on fake tensors."""
+    def _run_on_fakes(self, node: fx.Node) -> Any:
+        """Run an operator on fake tensors; unlike `insert`, also one without tensor arguments."""
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: each.meta["val"])
         with torch.no_grad(), self.mode:
             return node.target(*args, **kwargs)  # type: ignore[operator]
 
     # Writes
 
-    def _write(self, node: fx.Node) -> bool:
-        """Replace a write of rows, `x[mask] = rows`; return False if neither the values are
-        selected rows nor an index is the index of one."""
+    def _rewrite_write(self, node: fx.Node) -> bool:
+        """Rewrite `x[mask] = rows` as `torch.where`; return False for a write that needs no row
+        count."""
         arguments = node_arguments(node)
         # The fourth argument of `index_put` is `accumulate`.
         x, options = arguments["self"], node.args[3:]
@@ -324,21 +326,21 @@ class _Padding:
         if not by_index and values not in self.counts.traced:
             return False
         if node.target in _INDEXED_WRITES:
-            selection = self._mask_of_indices(node, x, indices)
+            selection = self._find_mask_of_indices(node, x, indices)
             # Not the positions of a mask, but for example those of the tokens of an expert.
-            if selection is None and (arguments["accumulate"] or self._add_rows(node)):
+            if selection is None and (arguments["accumulate"] or self._rewrite_addition(node)):
                 return False
         else:
-            selection = self._mask_of_elements(node, x, indices, values)
+            selection = self._find_row_mask(node, x, indices, values)
         if selection is None:
-            raise count_refusal(node, "writes selected rows to other places")
+            raise count_refusal(node, "writes selected rows at positions other than the mask's")
         mask, dim = selection
         trailing = len(node_shape(x)) - dim - len(mask.shape)
         if values in self.counts.traced:
-            values = self._at_mask_positions(node, values, mask, trailing)
+            values = self._insert_rows_at_mask(node, values, mask, trailing)
         elif len(node_shape(values)) > trailing:
-            raise count_refusal(node, "writes rows that the same mask does not select")
-        condition = self._reshape(node, mask.flat, (*mask.shape, *(1,) * trailing))
+            raise count_refusal(node, "writes rows that this mask has not selected")
+        condition = self._insert_reshape(node, mask.flat, (*mask.shape, *(1,) * trailing))
         if tensor(values).dtype != tensor(x).dtype:
             values = insert(node, aten.to.dtype, (values, tensor(x).dtype))
         # Exact, because a mask selects each position once.
@@ -351,8 +353,8 @@ class _Padding:
         replace(node, new)
         return True
 
-    def _add_rows(self, node: fx.Node) -> bool:
-        """Replace `x[index] += rows` by an `index_put` that adds; return False for other writes."""
+    def _rewrite_addition(self, node: fx.Node) -> bool:
+        """Rewrite `x[index] += rows` as an accumulating `index_put`; return False for other writes."""
         x, indices = node.args[:2]
         added = find_added_rows(node, self.coordinates)
         if added is None:
@@ -367,10 +369,10 @@ class _Padding:
                 self.graph.erase_node(each)  # type: ignore[arg-type]
         return True
 
-    def _at_mask_positions(
+    def _insert_rows_at_mask(
         self, node: fx.Node, rows: fx.Node, mask: RowMask, trailing: int
     ) -> fx.Node:
-        """Return selected rows, each at the positions at which the mask selects its elements."""
+        """Insert selected rows in the shape of the mask, so that they are at its positions."""
         sizes = node_shape(rows)
         dim = len(sizes) - trailing - 1
         if (
@@ -381,46 +383,46 @@ class _Padding:
         ):
             raise count_refusal(node, "broadcasts selected rows")
         restored = insert(node, restore_rows, (rows, mask.flat, dim))
-        return self._reshape(node, restored, (*sizes[:dim], *mask.shape, *sizes[dim + 1 :]))
+        return self._insert_reshape(node, restored, (*sizes[:dim], *mask.shape, *sizes[dim + 1 :]))
 
-    def _mask_of_elements(
+    def _find_row_mask(
         self, node: fx.Node, x: fx.Node, mask: fx.Node, values: fx.Node
     ) -> tuple[RowMask, int] | None:
-        """Return the mask of rows that `mask`, a mask of elements of `x`, repeats for every
-        element of a row; None if `values`, one row after another, have other rows."""
+        """Return the row mask and dimension 0 if the element mask `mask` selects full rows of `x`;
+        None if the rows of `values` have another shape."""
         shape = node_shape(x)
         # `masked_scatter` reads its source element by element, whatever the shape of `x`.
         if len(node_shape(values)) == 1:
             if node_shape(mask) != shape:
                 mask = insert(node, aten.expand.default, (mask, list(shape)))
-            return self._mask(node, mask), 0
-        while (source := _without_last_dim(mask)) is not None:
+            return self._copy_mask(node, mask), 0
+        while (source := _find_unexpanded_mask(mask)) is not None:
             mask = source
         rank = len(node_shape(mask))
         same = node_shape(mask) == shape[:rank] and node_shape(values)[1:] == shape[rank:]
-        return (self._mask(node, mask), 0) if same else None
+        return (self._copy_mask(node, mask), 0) if same else None
 
     # Other operators
 
-    def _update(self, node: fx.Node, value: Any) -> None:
+    def _infer_static_shape(self, node: fx.Node, value: Any) -> None:
         """Replace symbolic sizes in the arguments of an operator, and infer its static shape."""
         # First, while symbols in the traced sizes still tell rows from other dimensions.
-        self._check_reshape(node, value)
+        self._check_reshape_keeps_rows(node, value)
         if any(each in self.positions for each in node.all_input_nodes):
-            raise count_refusal(node, "numbers the selected rows")
+            raise count_refusal(node, "uses the numbers 0, 1, … of the selected rows")
         if isinstance(node.target, OpOverload):
             self.counts.replace_symbols(node)
-        node.meta["val"] = self._evaluate(node)
+        node.meta["val"] = self._run_on_fakes(node)
         if isinstance(value, Tensor) and has_symbols(value):
             self.counts.traced[node] = tuple(map(expression_of, value.shape))
         self.counts.check_sizes(node, value)
-        self._mark_creation(node, value)
+        self._mark_constant(node, value)
         source = node.args[0] if node.args else None
         if isinstance(source, fx.Node) and source in self.index_tables:
             self._follow_index_table(node, self.index_tables[source])
 
-    def _mark_creation(self, node: fx.Node, value: Any) -> None:
-        """Mark constants with one element per selected row, as `zeros(len(rows))`."""
+    def _mark_constant(self, node: fx.Node, value: Any) -> None:
+        """Mark a constant with one element per selected row, such as `zeros(len(rows))`."""
         if node.target not in _CREATIONS or not has_symbols(value):
             return
         dims = [dim for dim, size in enumerate(value.shape) if isinstance(size, SYMBOLS)]
@@ -428,14 +430,14 @@ class _Padding:
         if len(dims) > 1 or symbol not in self.counts.masks:
             raise count_refusal(node, "needs the number of selected rows")
         # No fill: a constant has its value in all rows.
-        marked = self._mark_rows(
+        marked = self._insert_row_mark(
             node.next, node, self.counts.masks[symbol], dims[0], value.shape, fill=False
         )
         # All users but the mark, which reads the constant.
         node.replace_all_uses_with(marked, delete_user_cb=lambda user: user is not marked)
 
     def _follow_index_table(self, node: fx.Node, mask: RowMask) -> None:
-        """Record which indices of True elements a node reads from the result of `nonzero`."""
+        """Record a view of the result of `nonzero`: a column of indices, or all of them."""
         arguments = node_arguments(node)
         if node.target in SAME_ELEMENTS and len(mask.shape) == 1:
             if len(node_shape(node)) == 1:
@@ -447,15 +449,15 @@ class _Padding:
             self.index_tables[node] = mask
 
     def _reads_all_rows(self, node: fx.Node) -> bool:
-        """Whether a slice of indices of True elements reads all of them."""
+        """Whether a slice of the result of `nonzero` reads all of its rows."""
         traced = self.counts.traced
         return node in traced and traced[node] == traced.get(node.args[0])  # type: ignore[arg-type]
 
-    def _check_reshape(self, node: fx.Node, value: Any) -> None:
-        """Check that a reshape leaves the elements of a row next to each other.
+    def _check_reshape_keeps_rows(self, node: fx.Node, value: Any) -> None:
+        """Check that a reshape keeps the elements of a row adjacent.
 
-        With all rows the same sizes could have another meaning: of n rows of 4 elements, reshaped
-        to `(4, n)`, not every column has elements of one row.
+        Other reshapes mix rows: if n rows of 4 elements are reshaped to `(4, n)`, a column has
+        elements of several rows, and other ones for all rows than for the selected rows.
         """
         source = node.args[0] if node.args else None
         if node.target not in SAME_ELEMENTS or not is_tensor(source) or not is_tensor(node):
@@ -468,11 +470,11 @@ class _Padding:
             # Number of blocks before the rows: if it is unchanged, rows keep their elements.
             firsts.append(prod(shape[: rows[0]]) if len(rows) == 1 else None)
         if firsts[0] is None or firsts[0] != firsts[1]:
-            raise count_refusal(node, "rearranges selected rows")
+            raise count_refusal(node, "reshapes selected rows so that their elements mix")
 
 
-def _without_last_dim(mask: fx.Node) -> fx.Node | None:
-    """Return the mask that `mask` repeats along its last dimension; None for other masks."""
+def _find_unexpanded_mask(mask: fx.Node) -> fx.Node | None:
+    """Return the mask that `mask` expands along its last dimension; None for other masks."""
     source, shape = mask.args[0] if mask.args else None, node_shape(mask)
     if not is_tensor(source):
         return None

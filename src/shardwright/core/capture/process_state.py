@@ -232,7 +232,7 @@ class ProcessState:
 
 
 def _format_changed_values(before: Any, now: Any) -> tuple[str, str]:
-    """Format an earlier and a current value; for dicts, only the first different entry."""
+    """Format an earlier and a current value; for dicts, only the first entry that differs."""
     if isinstance(before, dict) and isinstance(now, dict):
         key = next(key for key in {**now, **before} if before.get(key) != now.get(key))
         name = getattr(key, "name", key)

@@ -185,14 +185,14 @@ class _CallResult:
 
 @dataclass(frozen=True)
 class _OutputLeaf:
-    """A leaf of a return value that is an output of Dynamo's graph, with its index."""
+    """Index of the output of Dynamo's graph that is a leaf of the return value."""
 
     index: int
 
 
 @dataclass(frozen=True)
 class _InputLeaf:
-    """A leaf of a return value that is an input of Dynamo's graph, with its index."""
+    """Index of the input of Dynamo's graph that is a leaf of the return value."""
 
     index: int
 

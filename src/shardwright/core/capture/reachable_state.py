@@ -181,8 +181,8 @@ class ReachableState:
                     yield Change(location, new, added)
 
     def mutable_containers(self) -> Iterator[tuple[Any, tuple[str, ...] | None]]:
-        """Yield the recorded closure cells, lists, deques, dicts and sets, each with None; then
-        namespaces of global variables, each with the names of the recorded variables."""
+        """Yield (container, None) for recorded closure cells and containers, and (namespace, names)
+        for recorded global variables."""
         for holder in self._recorded:
             if isinstance(holder.value, _CONTAINERS):
                 yield holder.value, None
@@ -204,7 +204,7 @@ class ReachableState:
                 _restore_contents(holder.value, holder.read, holder.contents, now)
 
     def _visit_all(self) -> None:
-        """Visit queued objects, and then methods whose names occur in visited functions."""
+        """Visit queued objects, then the methods whose names occur in visited functions."""
         has_new = True
         # Visited methods name further ones, until a pass over the classes finds none.
         while has_new:
@@ -362,7 +362,7 @@ class ReachableState:
 
 @dataclass(frozen=True)
 class _GlobalsReader:
-    """Function that reads global variables by name, of a module or of the file of a function."""
+    """Reader of the given global variables of a module, or of the file that defines a function."""
 
     names: frozenset[str]
 

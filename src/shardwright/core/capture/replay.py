@@ -25,8 +25,8 @@ from shardwright.errors import CaptureError
 _ENTERS_TRANSFORM = ("_increment_nesting", "_enter_dual_level")
 
 _INLINED = {"wrap": 1, "wrap_activation_checkpoint": 1, "invoke_subgraph": 2}
-"""Index of the sub-graph's first argument, by name of each higher-order operator that does nothing
-but call the sub-graph."""
+"""Higher-order operators that only call a sub-graph: position of the sub-graph's first argument, by
+name."""
 
 
 class GraphReplay(fx.Interpreter):

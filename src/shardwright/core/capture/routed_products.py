@@ -1,7 +1,7 @@
-"""Mixtures of experts made of products of rows with the matrices of their experts.
+"""Fusion of routed products into mixtures of experts (MoE).
 
-`sorted_rows.py` inserts a `routed_product` for each product of experts. An up projection, the
-elementwise operators behind it, the down projection and the weighted sum over the experts of each
+A `routed_product` multiplies each row by the matrix of its expert. An up projection, the
+elementwise operators after it, the down projection and the weighted sum over the experts of each
 token become one call of `custom_ops.experts`.
 """
 
@@ -38,7 +38,9 @@ _COLUMN_VIEWS = (
 def routed_product(
     rows: Tensor, ids: Tensor, matrices: Tensor, biases: Tensor | None = None
 ) -> Tensor:
-    """Mark the product of each row with the matrix of its expert; never run.
+    """Placeholder for the product of each row with the matrix of its expert.
+
+    Only traced on fake tensors: its values are uninitialized.
 
     Args:
         rows: `[rows, inner]`.
@@ -53,18 +55,19 @@ def routed_product(
 
 
 def fold_routed_products(restored: Mapping[fx.Node, fx.Node], products: Sequence[fx.Node]) -> bool:
-    """Replace routed products by mixtures of experts, and redirect the users of `restored` to them.
-
-    Nothing changes unless all products can be replaced; returns whether they are.
+    """Replace routed products by calls of `custom_ops.experts`.
 
     Args:
-        restored: (tensor, equal tensor computed from routed products) pairs.
+        restored: tensors of the traced graph, and equal tensors computed from routed products.
         products: the routed products, in the order of the graph.
+
+    Returns:
+        Whether all products can be replaced; otherwise the graph is unchanged.
     """
     mixtures, unfolded = [], list(products)
     for down in products:
         # An up projection does not match: its rows are no elementwise function of another product.
-        gate = _Gate()
+        gate = _TracedGate()
         if down in unfolded and gate.trace(down.args[0]) and gate.ids == {down.args[1]}:
             mixtures.append((down, gate))
             unfolded = [each for each in unfolded if each not in (down, *gate.ups)]
@@ -80,7 +83,7 @@ def fold_routed_products(restored: Mapping[fx.Node, fx.Node], products: Sequence
 
 
 @dataclass
-class _Gate:
+class _TracedGate:
     """Traced operators between the up projections and the down projection of experts.
 
     Args:
@@ -111,34 +114,34 @@ class _Gate:
 
     def trace(self, output: Any) -> bool:
         """Trace the operators that compute `output`; return whether all of them are supported."""
-        reads = self._elementwise_nodes(output)
+        reads = self._list_elementwise_nodes(output)
         # Two up projections are gate and value, as of SwiGLU.
         if reads is None or not self.ups or len(self.ups) > 2:
             return False
         # Gate and value may read equal rows that the model gathers twice.
-        if not all(_computes_same(up.args[0], self.rows) for up in self.ups) or (
+        if not all(_computes_equal_value(up.args[0], self.rows) for up in self.ups) or (
             self.is_joint and len(self.ups) > 1
         ):
             return False
         if len({len(up.args) for up in self.ups}) > 1:
             # The operator has biases of all projections or of none.
             return False
-        # The traversal meets them in any order; the first in the graph is column 0.
-        self.ups.sort(key=_position)
+        # The traversal order is arbitrary; the first in the graph is column 0.
+        self.ups.sort(key=_get_graph_position)
         if not self.is_joint:
             for index, up in enumerate(self.ups):
                 self._add_column(up, index, len(self.ups))
         # Steps refer to earlier results, and `reads` is a set.
-        for node in sorted(reads, key=_position):
-            if (column := self._column_of_projection(node)) is not None:
+        for node in sorted(reads, key=_get_graph_position):
+            if (column := self._find_projection_column(node)) is not None:
                 self._add_column(node, column, 2)
             else:
-                self._add(node, str(node.target), node.args, node.kwargs)
+                self._add_step(node, str(node.target), node.args, node.kwargs)
         return True
 
-    def _elementwise_nodes(self, output: Any) -> set[fx.Node] | None:
-        """Return the nodes between the up projections and `output`, both excluded and included;
-        None if one is not elementwise or reads another tensor."""
+    def _list_elementwise_nodes(self, output: Any) -> set[fx.Node] | None:
+        """Return the nodes after the up projections up to and including `output`; None if a node is
+        not elementwise or reads another tensor."""
         nodes: set[fx.Node] = set()
         pending = [output]
         while pending:
@@ -148,9 +151,9 @@ class _Gate:
             if node.target is routed_product:
                 if node not in self.ups:
                     self.ups.append(node)
-            elif self._column_of_projection(node) is not None:
+            elif self._find_projection_column(node) is not None:
                 nodes.add(node)
-                up = _projection(node)
+                up = _find_projection(node)
                 assert up is not None
                 self.is_joint = True
                 if up not in self.ups:
@@ -167,15 +170,15 @@ class _Gate:
                 return None
         return nodes
 
-    def _column_of_projection(self, node: fx.Node) -> int | None:
-        """Return 0 if the node reads the gate's columns of a joint projection, 1 if it reads those
-        of the value; None for any other node."""
-        up = _projection(node)
+    def _find_projection_column(self, node: fx.Node) -> int | None:
+        """Return 0 for a view of the gate columns of a joint projection, 1 for a view of its value
+        columns, and None for other nodes."""
+        up = _find_projection(node)
         if up is None or node is up:
             return None
         width = node_shape(up)[1]
         # Whatever views select the columns: run on the numbers of the columns, they say which.
-        row = _run_views(node, up, torch.arange(width).unsqueeze(0))
+        row = _apply_views_to_row(node, up, torch.arange(width).unsqueeze(0))
         if row is None or row.shape != (1, width // 2):
             return None
         columns = torch.arange(width)
@@ -197,14 +200,14 @@ class _Gate:
         self.steps.append((str(aten.slice.Tensor), ("%0", -1, index, index + 1), ()))
         self.references[node] = f"%{len(self.steps)}"
 
-    def _add(self, node: fx.Node, name: str, args: Any, kwargs: Mapping[str, Any]) -> None:
+    def _add_step(self, node: fx.Node, name: str, args: Any, kwargs: Mapping[str, Any]) -> None:
         written = tuple(self.references.get(a, a) if isinstance(a, fx.Node) else a for a in args)
         self.steps.append((name, written, tuple(kwargs.items())))
         self.references[node] = f"%{len(self.steps)}"
 
 
-def _computes_same(node: Any, other: Any) -> bool:
-    """Whether two arguments are equal, or nodes with equal operators on equal arguments."""
+def _computes_equal_value(node: Any, other: Any) -> bool:
+    """Whether two arguments are equal values, or nodes that compute equal values."""
     if not isinstance(node, fx.Node) or not isinstance(other, fx.Node):
         return type(node) is type(other) and bool(node == other)
     if node is other:
@@ -217,24 +220,26 @@ def _computes_same(node: Any, other: Any) -> bool:
         and node.target is other.target
         and not is_random
         and len(arguments) == len(others)
-        and all(map(_computes_same, arguments, others))
+        and all(map(_computes_equal_value, arguments, others))
     )
 
 
-def _position(node: fx.Node) -> int:
+def _get_graph_position(node: fx.Node) -> int:
     return list(node.graph.nodes).index(node)
 
 
-def _projection(node: fx.Node) -> fx.Node | None:
-    """Return the routed product from which `node` is made by views of columns only."""
+def _find_projection(node: fx.Node) -> fx.Node | None:
+    """Return the routed product of which `node` is a view of columns; None for other nodes."""
     while node.target in _COLUMN_VIEWS and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return node if node.target is routed_product else None
 
 
-def _run_views(node: fx.Node, up: fx.Node, row: Tensor) -> Tensor | None:
-    """Apply the views of columns between the product `up` and `node` to one row; None if they mix
-    rows."""
+def _apply_views_to_row(node: fx.Node, up: fx.Node, row: Tensor) -> Tensor | None:
+    """Apply the chain of views from the product `up` to `node` to one row, `[1, columns]`.
+
+    Returns None if the views mix rows.
+    """
     views = [node]
     while views[-1] is not up:
         views.append(views[-1].args[0])  # type: ignore[arg-type]
@@ -248,14 +253,14 @@ def _run_views(node: fx.Node, up: fx.Node, row: Tensor) -> Tensor | None:
             if not sizes or sizes[0] != rows:
                 return None
             args = ([1, *sizes[1:]],)
-        elif view.target is not operator.getitem and _first_dimension(view):
+        elif view.target is not operator.getitem and _selects_rows(view):
             return None
         target: Any = view.target
         value = target(value, *args, **view.kwargs)
     return value if isinstance(value, Tensor) else None
 
 
-def _first_dimension(view: fx.Node) -> bool:
+def _selects_rows(view: fx.Node) -> bool:
     """Whether a view selects along the dimension of the rows."""
     # `slice`, `unbind` and `select` have the dimension next, `split` and `chunk` after the sizes.
     position = 1 if view.target in (aten.slice.Tensor, aten.unbind.int, aten.select.int) else 2
@@ -265,11 +270,11 @@ def _first_dimension(view: fx.Node) -> bool:
     return bool(dim in (0, -len(node_shape(source))))
 
 
-def _fold_mixture(down: fx.Node, gate: _Gate) -> None:
-    """Replace a down projection, and if possible the weighted sum that reads it."""
+def _fold_mixture(down: fx.Node, gate: _TracedGate) -> None:
+    """Insert `custom_ops.experts` for a down projection and, if possible, its weighted sum."""
     ids, matrices = down.args[1:3]
     assert isinstance(ids, fx.Node) and isinstance(matrices, fx.Node)
-    tokens = _tokens(gate.rows)
+    tokens = _find_tokens(gate.rows)
     sum_of_experts = _find_weighted_sum(down) if tokens is not None else None
     if tokens is not None and sum_of_experts is not None:
         x = _insert_tokens(gate, tokens, sum_of_experts.last)
@@ -299,8 +304,8 @@ def _fold_mixture(down: fx.Node, gate: _Gate) -> None:
     replace(last, insert_reshape(new, node_shape(last), last))
 
 
-def _insert_up_projections(gate: _Gate, before: fx.Node) -> fx.Node:
-    """Insert the up projections in the form of `custom_ops.experts`."""
+def _insert_up_projections(gate: _TracedGate, before: fx.Node) -> fx.Node:
+    """Insert the up projections as one tensor, `[experts, 1 or 2, inner, hidden]`."""
     # `[experts, hidden, columns]` to `[experts, columns, hidden]`.
     weights = [insert_permute(up.args[2], (0, 2, 1), before) for up in gate.ups]  # type: ignore[arg-type]
     if len(weights) > 1:
@@ -312,8 +317,8 @@ def _insert_up_projections(gate: _Gate, before: fx.Node) -> fx.Node:
     return insert_reshape(weights[0], (experts, *pair, hidden), before)
 
 
-def _insert_up_biases(gate: _Gate, before: fx.Node) -> fx.Node | None:
-    """Insert the biases of the up projections in the form of `custom_ops.experts`."""
+def _insert_up_biases(gate: _TracedGate, before: fx.Node) -> fx.Node | None:
+    """Insert the biases of the up projections as one tensor, `[experts, 1 or 2, inner]`."""
     if len(gate.ups[0].args) < 4:
         return None
     biases: list[Any] = [up.args[3] for up in gate.ups]
@@ -326,9 +331,11 @@ def _insert_up_biases(gate: _Gate, before: fx.Node) -> fx.Node | None:
     return insert_reshape(biases[0], (experts, *pair), before)
 
 
-def _tokens(rows: fx.Node) -> fx.Node | None:
-    """Return the tokens `[tokens, hidden]` that casts and repetitions expand to one row for each
-    expert of a token; None if the rows are made in another way."""
+def _find_tokens(rows: fx.Node) -> fx.Node | None:
+    """Return the tokens `[tokens, hidden]` that `rows` repeats for each expert of a token.
+
+    Returns None if `rows` has another form.
+    """
     while rows.target is aten.to.dtype:
         rows = rows.args[0]  # type: ignore[assignment]
     if rows.target is aten.reshape.default:
@@ -343,10 +350,10 @@ def _tokens(rows: fx.Node) -> fx.Node | None:
     return rows
 
 
-def _insert_tokens(gate: _Gate, tokens: fx.Node, last: fx.Node) -> fx.Node:
-    """Insert the tokens in the dtype in which `custom_ops.experts` adds up their experts' results.
+def _insert_tokens(gate: _TracedGate, tokens: fx.Node, last: fx.Node) -> fx.Node:
+    """Insert the tokens with the dtype in which `custom_ops.experts` shall sum experts' results.
 
-    The operator casts them to the dtype of the up projection.
+    The operator casts the tokens to the dtype of the up projection.
     """
     matrices, dtype = gate.ups[0].args[2], tensor(gate.rows).dtype
     assert isinstance(matrices, fx.Node)
@@ -357,12 +364,12 @@ def _insert_tokens(gate: _Gate, tokens: fx.Node, last: fx.Node) -> fx.Node:
 
 @dataclass
 class _WeightedSum:
-    """The sum of the weighted results of the experts of each token.
+    """Sum over the experts of each token, weighted by routing weights.
 
     Args:
         last: the sum, `[tokens, hidden]` or `[tokens, 1, hidden]`.
-        top_k: number of experts of a token.
-        weights: routing weights, with one element for each row; None if all are 1.
+        top_k: experts per token.
+        weights: routing weights, one for each (token, expert) row; None if all are 1.
     """
 
     last: fx.Node
@@ -371,7 +378,7 @@ class _WeightedSum:
 
 
 def _find_weighted_sum(down: fx.Node) -> _WeightedSum | None:
-    """Return the weighted sum that reads a down projection; None if other operators read it."""
+    """Return the weighted sum over a down projection; None if anything else reads the projection."""
     rows, hidden = node_shape(down)
     node, weights = down, None
     # Another reader would need the rows before they are weighted and added up.
@@ -384,7 +391,7 @@ def _find_weighted_sum(down: fx.Node) -> _WeightedSum | None:
             is_sum = list(user.args[1]) in ([1], [-2]) and len(node_shape(user)) == 2  # type: ignore[arg-type]
             return _WeightedSum(user, sizes[1], weights) if is_sum else None
         if user.target is aten.matmul.default and user.args[1] is node and weights is None:
-            return _product_with_weights(user)
+            return _match_weighted_product(user)
         if user.target is aten.mul.Tensor and weights is None and len(others) == 1:
             weights = others[0]
             if node_shape(weights) != (*sizes[:-1], 1):
@@ -401,9 +408,8 @@ def _find_weighted_sum(down: fx.Node) -> _WeightedSum | None:
     return _WeightedSum(node, 1, weights) if single else None
 
 
-def _product_with_weights(product: fx.Node) -> _WeightedSum | None:
-    """Recognize the weighted sum `[tokens, 1, top_k] @ [tokens, top_k, hidden]`; None for other
-    shapes."""
+def _match_weighted_product(product: fx.Node) -> _WeightedSum | None:
+    """Match a weighted sum, `[tokens, 1, top_k] @ [tokens, top_k, hidden]`; None for others."""
     weights = product.args[0]
     if not is_tensor(weights) or len(node_shape(weights)) != 3 or node_shape(weights)[1] != 1:
         return None

@@ -1,4 +1,4 @@
-"""Symbolic numbers of selected rows in a traced graph: sizes of all rows, or sums of masks."""
+"""Replacement of symbolic counts of selected rows: by all rows in sizes, by mask sums in values."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class RowMask:
 
 
 class RowCounts:
-    """The symbolic numbers of selected rows, and the tensors whose traced shapes contain them.
+    """Symbolic counts of selected rows, and the tensors whose shapes contain such a count.
 
     Attributes:
-        masks: the mask of each symbolic number of selected rows.
-        traced: shape of each tensor of selected rows as it was traced, with symbolic sizes.
+        masks: the mask of each symbolic count.
+        traced: shape of each tensor of selected rows in the trace, with symbolic sizes.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class RowCounts:
         self.traced: dict[fx.Node, tuple[Any, ...]] = {}
 
     def record(self, node: fx.Node, size: Any, mask: RowMask) -> None:
-        """Record the mask of a symbolic number of rows."""
+        """Record that the symbolic size `size` counts the rows that `mask` selects."""
         symbol = expression_of(size)
         # An operator, such as an addition of 24 rows to the selected ones, has fixed their number.
         if isinstance(symbol, int) or not symbol.is_Symbol:
@@ -57,7 +57,7 @@ class RowCounts:
         self.masks.setdefault(symbol, mask)
 
     def padded_size(self, size: Any) -> Any:
-        """Return a size with the numbers of all rows in place of those of selected rows."""
+        """Return a symbolic size, computed for masks that select all rows."""
         if not isinstance(size, SYMBOLS):
             return size
         expression = expression_of(size)
@@ -67,7 +67,7 @@ class RowCounts:
         return int(number) if number.is_Integer else None
 
     def check_sizes(self, node: fx.Node, value: Any) -> None:
-        """Check that a result has the shape of the traced result, with all rows."""
+        """Check that a rewritten node has the traced shape `value`, with all rows selected."""
         values = value if isinstance(value, (list, tuple)) else [value]
         news = node.meta["val"] if isinstance(value, (list, tuple)) else [node.meta["val"]]
         for old, new in zip(values, news, strict=True):
@@ -79,11 +79,13 @@ class RowCounts:
                 raise count_refusal(node, "needs the number of selected rows")
 
     def replace_symbols(self, node: fx.Node) -> None:
-        """Replace symbolic numbers in the arguments of an operator: sizes by those of all rows, and
-        a divisor, factor or term by the sum of the mask.
+        """Replace symbolic row counts in the arguments of an operator.
+
+        A size becomes the number of all rows; a divisor, factor or term becomes the sum of the
+        mask.
 
         Raises:
-            CaptureError: for numbers in other arguments.
+            CaptureError: if another argument contains a row count.
         """
         target: Any = node.target
         arguments = schema_of(target).arguments
@@ -94,12 +96,12 @@ class RowCounts:
             if not any(is_symbolic(leaf) for leaf in leaves):
                 continue
             if isinstance(argument, (list, tuple)) and name in _SIZE_ARGUMENTS:
-                new: Any = [self._static(node, leaf) for leaf in leaves]
+                new: Any = [self._replace_by_static_size(node, leaf) for leaf in leaves]
             elif target is aten.slice.Tensor and name == "end" and self._is_full_slice(given):
                 new = None
             # A value needs the number of selected rows, where a size needs that of all rows.
             elif name == "other":
-                new = self._count(node, argument)
+                new = self._insert_row_count(node, argument)
                 # The overload for a Python number takes no tensor.
                 if names[name] != "Tensor":
                     packet = getattr(aten, operator_name(target), None)
@@ -115,7 +117,7 @@ class RowCounts:
             else:
                 node.update_kwarg(name, new)
 
-    def _static(self, node: fx.Node, leaf: Any) -> Any:
+    def _replace_by_static_size(self, node: fx.Node, leaf: Any) -> Any:
         if not is_symbolic(leaf):
             return leaf
         size = self.padded_size(leaf.meta["val"])
@@ -124,14 +126,14 @@ class RowCounts:
         return size
 
     def _is_full_slice(self, arguments: dict[str, Any]) -> bool:
-        """Whether `x[:n]` reads all n rows of `x`."""
+        """Whether the arguments of a slice select its full dimension, as `x[:len(x)]` does."""
         source, dim = arguments["self"], arguments.get("dim", 0)
         full = source in self.traced and self.traced[source][dim]
         end = expression_of(arguments["end"].meta["val"])
         return bool(full == end) and not arguments.get("start") and arguments.get("step", 1) == 1
 
-    def _count(self, node: fx.Node, size: fx.Node) -> fx.Node:
-        """Insert the number of selected rows, or a multiple of it, as a tensor."""
+    def _insert_row_count(self, node: fx.Node, size: fx.Node) -> fx.Node:
+        """Insert a tensor with the value of `size`, a linear function of a row count."""
         expression = expression_of(size.meta["val"])
         symbols = [each for each in expression.free_symbols if each in self.masks]
         # Linear in one number of rows, such as `8 * rows` for `numel()`.
@@ -152,8 +154,7 @@ class RowCounts:
 
 
 def erase_unread_sizes(graph: fx.Graph) -> None:
-    """Erase operators whose results depend on values in size and are not read, and checks of
-    sizes."""
+    """Erase unused operators with results of symbolic size, and checks of symbolic sizes."""
     # In reverse, so that what reads a result is erased before the result.
     for node in reversed(list(graph.nodes)):
         value = node.meta.get("val")
@@ -173,7 +174,7 @@ def checks_size(node: fx.Node) -> bool:
 
 
 def has_symbols(value: Any) -> bool:
-    """Whether a number, or a size of tensors, is symbolic."""
+    """Whether a number, or a size of a tensor, in `value` is symbolic."""
     if isinstance(value, (list, tuple)):
         return any(has_symbols(each) for each in value)
     sizes = value.shape if isinstance(value, Tensor) else (value,)
@@ -193,9 +194,9 @@ def count_refusal(node: fx.Node, what: str) -> CaptureError:
     """Return the error for an operator that needs the number of selected rows.
 
     Args:
-        what: what the operator does, as a verb in the third person and its object.
+        what: predicate of which the operator is the subject, such as "broadcasts selected rows".
     """
     return CaptureError(
-        f"{line_of(node)}: this {what}, and how many rows a mask selects is unknown during "
-        "capture\nkeep all rows, and use `torch.where`, or multiply by the mask"
+        f"{line_of(node)}: this {what}, but the number of rows that a mask selects is unknown "
+        "during capture\nkeep all rows, and use `torch.where`, or multiply by the mask"
     )

@@ -1,7 +1,7 @@
-"""The sharding factor that the rows of an operator's tensors share.
+"""The sharding factor of the rows in the inputs and outputs of an operator.
 
-An operator whose sharding rule has a factor for the rows in all tensors computes each row by
-itself.
+If a sharding rule has a factor for the rows in all tensors, the operator computes each row
+independently.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ def find_row_factor(
 ) -> tuple[str, ShardingRule] | None:
     """Find the sharding factor of the rows of an operator, and its sharding rule.
 
-    Returns None if rows depend on each other, or on tensors with rows that are not in
-    `dims_of_rows`.
-
     Args:
         node: an operator.
-        dims_of_rows: the dimension of the rows of each tensor that has rows.
+        dims_of_rows: the row dimension of each tensor with rows.
         num_rows: number of rows.
+
+    Returns:
+        (factor, rule); None if rows depend on each other, or if an input that is not in
+        `dims_of_rows` has the factor.
     """
     op = operator_of(node)
     rule = rule_of(op)
@@ -52,7 +53,7 @@ def find_row_factor(
 
 
 def find_row_dims(outputs: Sequence[Sequence[str | None]], factor: str) -> tuple[int, ...] | None:
-    """Return the dimension of the rows in each output; None if an output has none."""
+    """Return the dimension with the rows' factor in each output; None if an output has none."""
     if not all(list(dims).count(factor) == 1 for dims in outputs):
         return None
     return tuple(list(dims).index(factor) for dims in outputs)

@@ -1,8 +1,8 @@
-"""Layouts of the rows of experts in the masks of a loop, tried on drawn experts.
+"""Layouts of (token, expert) pairs in the masks of a loop over experts.
 
-A loop over experts selects rows by `ids == expert`, by one-hot vectors, or by any of a token's
-experts. Where the rows of each expert are among those of its mask is therefore not read from the
-operators, but tried: the masks are computed from random experts.
+A loop over experts selects rows by `ids == expert`, by one-hot vectors, or by whether any of a
+token's experts is the given one. Capture therefore does not infer the layout from the operators: it
+computes the masks from random expert indices, and compares them with each possible layout.
 """
 
 from __future__ import annotations
@@ -19,20 +19,22 @@ from shardwright.core.capture.fx_nodes import node_shape
 
 
 class NoTemplateError(Exception):
-    """The experts of a loop cannot be computed at once; the message is what the loop does, as a
-    verb in the third person and its object."""
+    """Raised for a loop over experts that cannot become one operator.
+
+    The message is a predicate of which the loop is the subject, as in "combines the rows of ...".
+    """
 
 
 @dataclass(frozen=True, eq=False)
 class RowLayout:
-    """Position of the row of each (token, expert) pair among the rows of a mask.
+    """Map from (token, expert) pairs to rows of a mask.
 
-    Pairs are in the order of `ids`, `[tokens, top_k]`.
+    Pairs are in the order of the expert indices `[tokens, top_k]`.
 
     Args:
-        positions: row of the mask of each pair, `[pairs]`.
+        positions: row of each pair, `[pairs]`.
         num_rows: number of rows of the mask.
-        top_k: 1 if the mask has the order of the pairs.
+        top_k: experts of a token; 1 if the mask has the order of the pairs.
     """
 
     positions: Tensor
@@ -60,33 +62,36 @@ class RowLayout:
         return len(self.positions) > self.num_rows
 
     def mask_of(self, pairs: Tensor) -> Tensor:
-        """Return the mask that selects the rows of `pairs`, a boolean tensor `[tokens, top_k]`."""
+        """Return the mask `[rows]` of the True elements of `pairs`, `[tokens, top_k]`."""
         mask = torch.zeros(self.num_rows, dtype=torch.bool)
         mask[self.positions[pairs.flatten()]] = True
         return mask
 
 
 def find_experts_of_masks(masks: Sequence[fx.Node]) -> tuple[fx.Node, RowLayout, list[int]]:
-    """Return the experts of each token, the layout of their pairs in the rows of a mask, and the
-    indices of `masks` in the order of their experts, which are 0 and following.
+    """Find the expert indices from which the masks of a loop are computed.
+
+    Returns:
+        The node of the expert indices, the layout of the masks, and the index in `masks` of the
+        mask of expert 0, 1, ….
 
     Raises:
-        NoTemplateError: if the masks select other rows than those of an expert.
+        NoTemplateError: if a mask does not select the rows of one expert.
     """
     chains = [list_integers(mask) for mask in masks]
     for ids in chains[0]:
         if not all(ids in chain for chain in chains):
             break
         trials = MaskTrials(ids, masks)
-        for layout in _make_layouts(ids, prod(node_shape(masks[0]))):
-            order = _order_by_expert(trials, layout)
+        for layout in _list_possible_layouts(ids, prod(node_shape(masks[0]))):
+            order = _order_masks_by_expert(trials, layout)
             if order is not None:
                 return ids, layout, order
-    raise NoTemplateError("selects rows by other masks than `ids == expert`")
+    raise NoTemplateError("selects rows by masks other than `ids == expert`")
 
 
-def _make_layouts(ids: fx.Node, rows: int) -> Iterator[RowLayout]:
-    """Yield the possible layouts of masks of `rows` rows."""
+def _list_possible_layouts(ids: fx.Node, rows: int) -> Iterator[RowLayout]:
+    """Yield the layouts with which masks of `rows` rows may select pairs of `ids`."""
     pairs, sizes = prod(node_shape(ids)), node_shape(ids)
     top_k = sizes[-1] if len(sizes) > 1 else 1
     if rows == pairs:
@@ -97,23 +102,22 @@ def _make_layouts(ids: fx.Node, rows: int) -> Iterator[RowLayout]:
         yield RowLayout.repeated(pairs, top_k)
 
 
-def _order_by_expert(trials: MaskTrials, layout: RowLayout) -> list[int] | None:
-    """Return, for each expert, the index of the mask that selects its rows; None unless masks and
-    experts correspond one to one."""
+def _order_masks_by_expert(trials: MaskTrials, layout: RowLayout) -> list[int] | None:
+    """Return the index of each expert's mask; None unless each mask selects one expert's rows."""
     if not trials.draws:
         return None
     count = len(trials.draws[0][1])
     indices = {
-        _identify([values[index] for _, values in trials.draws]): index for index in range(count)
+        _serialize_masks([values[index] for _, values in trials.draws]): index
+        for index in range(count)
     }
     order = [
-        indices.get(_identify([layout.mask_of(ids == expert) for ids, _ in trials.draws]))
+        indices.get(_serialize_masks([layout.mask_of(ids == expert) for ids, _ in trials.draws]))
         for expert in range(count)
     ]
     indices_of_masks = [index for index in order if index is not None]
     return indices_of_masks if len(set(indices_of_masks)) == count else None
 
 
-def _identify(masks: Sequence[Tensor]) -> bytes:
-    """Return bytes that are equal for equal masks."""
+def _serialize_masks(masks: Sequence[Tensor]) -> bytes:
     return b"".join(mask.flatten().numpy().tobytes() for mask in masks)

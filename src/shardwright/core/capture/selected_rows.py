@@ -5,8 +5,8 @@ After `pad_selected_rows` a tensor of selected rows has all rows. Two facts hold
 - Rows that are selected have the model's values. Operators keep this true if their sharding rule
   has a factor for the rows in every tensor, so that no row depends on another. A sum over rows, or
   over elements of rows, reads 0 in the others (`masked_reductions.py`).
-- Rows that are not selected have finite values, and their gradients are exactly 0, so that
-  they add nothing to gradients of parameters. Operators such as `log`, which may have an infinite
+- Rows that are not selected have finite values and gradients of exactly 0, so that gradients of
+  parameters do not depend on them. Operators such as `log`, which may have an infinite
   value or derivative, therefore read and return constants in these rows.
 
 Anything else, such as a product of rows with rows, is refused.
@@ -64,24 +64,24 @@ False in all of a row that is not selected.
 """
 
 _FACTORIZATIONS = ("cholesky", "inv", "solve", "eig", "lu_factor", "ldl")
-"""Parts of names of operators that raise an error for singular matrices, which no tag tells."""
+"""Parts of names of operators that raise an error for singular matrices."""
 
 _CONSTANTS = (aten.full.default, aten.zeros.default, aten.ones.default)
 
 _DIVISIONS = frozenset({"div", "floor_divide", "remainder", "fmod"})
 
 SAFE = 0.5
-"""Value of rows that are not selected: within the domain of most functions."""
+"""Value written to unselected rows; in the domain of most functions, such as `log` and `acos`."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """A dimension of a tensor in which only some rows are selected.
+    """Selection of rows of a tensor.
 
     Args:
         mask: whether each row is selected, `[rows]`.
-        dim: the dimension of the tensor.
-        repeats: number of consecutive elements of each row in the dimension.
+        dim: the row dimension of the tensor.
+        repeats: number of consecutive elements of each row in this dimension.
     """
 
     mask: fx.Node
@@ -99,7 +99,7 @@ def refusal(node: fx.Node) -> CaptureError:
 
 
 class SelectedRows:
-    """The tensors of a canonical graph in which only some rows are selected.
+    """The selected rows of tensors of a canonical graph.
 
     Args:
         graph: the graph; modified in place.
@@ -109,7 +109,7 @@ class SelectedRows:
         self.graph = graph
         self.rows: dict[fx.Node, Rows] = {}
         self.items: dict[fx.Node, tuple[Rows, ...]] = {}
-        """For operators with several results, the dimension with selected rows of each result."""
+        """The selected rows of each result, by operator with several results."""
         # All operators that overwrite the same rows share a mask.
         self._others: dict[tuple[Rows, int], fx.Node] = {}
         self._equal = EqualNodes(graph)
@@ -118,14 +118,13 @@ class SelectedRows:
 
     def overwrite(self, x: fx.Node, rows: Rows, fill: float, before: fx.Node) -> fx.Node:
         """Insert a copy of `x` with the value `fill` in rows that are not selected."""
-        others = self._other_rows(rows, len(node_shape(x)), before)
+        others = self._insert_unselected_mask(rows, len(node_shape(x)), before)
         new = insert(before, aten.masked_fill.Scalar, (x, others, fill))
         self.rows[new] = rows
         return new
 
-    def _other_rows(self, rows: Rows, rank: int, before: fx.Node) -> fx.Node:
-        """Return the mask of the rows that are not selected, which broadcasts to a tensor of `rank`
-        dimensions."""
+    def _insert_unselected_mask(self, rows: Rows, rank: int, before: fx.Node) -> fx.Node:
+        """Insert the mask of unselected rows, in a shape that broadcasts to `rank` dimensions."""
         if (rows, rank) in self._others:
             return self._others[rows, rank]
         mask, shape = rows.mask, [1] * rank
@@ -140,8 +139,8 @@ class SelectedRows:
         return others
 
     def make_safe(self, x: fx.Node, rows: Rows, name: str, before: fx.Node) -> fx.Node:
-        """Insert a copy of `x`, an input of the operator `name`, with a harmless value in rows
-        that are not selected."""
+        """Insert a copy of `x`, an input of the operator `name`, that has a valid argument of the
+        operator in unselected rows."""
         dtype, fill = tensor(x).dtype, SAFE
         if not (dtype.is_floating_point or dtype.is_complex):
             # Indices of 0 are valid everywhere, divisors are not.
@@ -151,23 +150,25 @@ class SelectedRows:
     # Propagation
 
     def run(self, node: fx.Node) -> None:
-        """Determine the rows of an operator that reads selected rows, and replace it if needed.
+        """Propagate selected rows from the inputs to the results of an operator.
+
+        Unselected rows of inputs and results are overwritten if they could become infinite.
 
         Raises:
             CaptureError: if the operator needs the selected rows without the others.
         """
         if node.target is select_rows:
-            self._select(node)
+            self._follow_selection(node)
         elif node.target is restore_rows:
-            self._restore(node)
+            self._check_write_mask(node)
         elif node.target is operator.getitem and node.args[0] in self.items:
             self.rows[node] = self.items[node.args[0]][node.args[1]]  # type: ignore[index]
         elif node.target is aten.reshape.default:
-            self._reshape(node)
+            self._follow_reshape(node)
         else:
             self.keep_rows(node)
 
-    def _select(self, node: fx.Node) -> None:
+    def _follow_selection(self, node: fx.Node) -> None:
         x, mask, dim, fill = node.args
         assert isinstance(x, fx.Node) and isinstance(mask, fx.Node) and isinstance(dim, int)
         earlier = self.rows.get(x)
@@ -186,8 +187,8 @@ class SelectedRows:
         else:
             self.rows[node] = rows
 
-    def _restore(self, node: fx.Node) -> None:
-        """Check that the mask of a write selects the rows that are written."""
+    def _check_write_mask(self, node: fx.Node) -> None:
+        """Check that a write has the mask by which its rows were selected."""
         x, mask, dim = node.args
         assert isinstance(x, fx.Node) and isinstance(mask, fx.Node) and isinstance(dim, int)
         rows = Rows(mask, dim)
@@ -195,12 +196,12 @@ class SelectedRows:
         if mask in self.rows:
             raise refusal(node)
         if not self.same_rows(self.rows[x], rows):
-            raise _different_masks(node)
+            raise _make_different_masks_error(node)
         if self.rows[x].dim != dim:
             raise refusal(node)
 
-    def _reshape(self, node: fx.Node) -> None:
-        """Follow rows through a reshape, whose validity `pad_selected_rows` has checked."""
+    def _follow_reshape(self, node: fx.Node) -> None:
+        """Propagate selected rows through a reshape that `pad_selected_rows` has checked."""
         source = node.args[0]
         assert isinstance(source, fx.Node)
         rows, before, after = self.rows[source], node_shape(source), node_shape(node)
@@ -213,14 +214,13 @@ class SelectedRows:
         raise refusal(node)
 
     def same_rows(self, rows: Rows, other: Rows) -> bool:
-        """Whether the masks of two dimensions with selected rows are computed by equal
-        operators."""
+        """Whether equal masks select two sets of rows."""
         return self._equal.first(rows.mask) is self._equal.first(other.mask) and (
             rows.repeats == other.repeats
         )
 
     def keep_rows(self, node: fx.Node) -> None:
-        """Determine the rows of the results of an operator that computes each row by itself."""
+        """Propagate selected rows through an operator that computes each row independently."""
         factor, rule, op = self.factor_of_rows(node)
         first = self.first_rows(node)
         size = node_shape(first.mask)[0] * first.repeats
@@ -241,50 +241,50 @@ class SelectedRows:
             raise refusal(node)
         if any(word in op.short_name for word in _FACTORIZATIONS):
             raise CaptureError(
-                f"{line_of(node)}: `{op.short_name}` fails for singular matrices, such as those of "
-                "rows that the mask does not select, which are computed too\n"
+                f"{line_of(node)}: `{op.short_name}` would fail for a singular matrix in a row "
+                "that the mask does not select, because capture computes all rows\n"
                 "select the rows of its result instead"
             )
         results = [replace_field(first, dim=dim) for dim in dims if dim is not None]
         # Infinite values or derivatives become NaN where they meet the gradient 0 of such a row.
         bounded = op.short_name in _BOUNDED
         if not bounded:
-            self._read_safe_rows(node, op.short_name)
+            self._overwrite_unselected_inputs(node, op.short_name)
         if not is_tensor(node):
             self.items[node] = tuple(results)
             return
         self.rows[node] = results[0]
         # Other dtypes are finite and have no gradient.
         if not bounded and tensor(node).is_floating_point():
-            self._replace_unselected_rows_for_users(node)
+            self._overwrite_unselected_results(node)
 
-    def _read_safe_rows(self, node: fx.Node, name: str) -> None:
+    def _overwrite_unselected_inputs(self, node: fx.Node, name: str) -> None:
         def safe(each: fx.Node) -> fx.Node:
             rows = self.rows.get(each)
             return each if rows is None else self.make_safe(each, rows, name, node)
 
         node.args, node.kwargs = fx.map_arg((node.args, node.kwargs), safe)
 
-    def _replace_unselected_rows_for_users(self, node: fx.Node) -> None:
+    def _overwrite_unselected_results(self, node: fx.Node) -> None:
         # Taken before the copy, which reads the node itself.
         users = set(node.users)
         safe = self.make_safe(node, self.rows[node], "", node.next)
         node.replace_all_uses_with(safe, delete_user_cb=lambda user: user in users)
 
     def first_rows(self, node: fx.Node) -> Rows:
-        """Return the rows of the first input that has selected rows."""
+        """Return the selected rows of the first input that has any."""
         return next(self.rows[each] for each in node.all_input_nodes if each in self.rows)
 
     def factor_of_rows(self, node: fx.Node) -> tuple[str, ShardingRule, Op]:
-        """Return the sharding factor of the rows, the rule and the operator of a node whose inputs
-        have equal selected rows.
+        """Return (sharding factor of the rows, sharding rule, operator) of a node.
 
         Raises:
-            CaptureError: if inputs have other rows, or the operator has no sharding rule.
+            CaptureError: if inputs have different selected rows, or the operator has no sharding
+                rule.
         """
         op = operator_of(node)
         rule, first = rule_of(op), self.first_rows(node)
-        inputs = self._input_nodes(node)
+        inputs = self._list_input_tensors(node)
         if rule is None:
             raise refusal(node)
         pairs = list(zip(inputs, rule.inputs, strict=True))
@@ -298,14 +298,14 @@ class SelectedRows:
                 if factor in rule.factors_of(dims) and not aligned:
                     raise refusal(node)
             elif not self.same_rows(rows, first):
-                raise _different_masks(node)
+                raise _make_different_masks_error(node)
             elif dims.count(factor) != 1:
                 raise refusal(node)
         if factor is None:
             raise refusal(node)
         return factor, rule, op
 
-    def _input_nodes(self, node: fx.Node) -> list[fx.Node]:
+    def _list_input_tensors(self, node: fx.Node) -> list[fx.Node]:
         """Return the tensor arguments of a node, in the order of `Op.inputs`."""
         input_nodes: list[fx.Node] = []
         fx.map_arg((node.args, node.kwargs), lambda each: input_nodes.append(each) or each)  # type: ignore[func-returns-value]
@@ -313,7 +313,7 @@ class SelectedRows:
 
 
 def operator_of(node: fx.Node) -> Op:
-    """Return a node as an operator of the captured graph, which has a sharding rule."""
+    """Convert a node to an `Op` of the captured graph, for which sharding rules are defined."""
 
     def value(name: str, x: torch.Tensor) -> Value:
         return Value(name, tuple(x.shape), x.dtype)
@@ -330,7 +330,7 @@ def operator_of(node: fx.Node) -> Op:
 
 
 def _is_equal_along(node: fx.Node, dim: int) -> bool:
-    """Whether all elements of a tensor along a dimension are equal by construction."""
+    """Whether a tensor is a constant fill, or expanded, along a dimension."""
     if node.target in _CONSTANTS:
         return True
     source = node.args[0] if node.target is aten.expand.default else None
@@ -342,8 +342,8 @@ def _is_equal_along(node: fx.Node, dim: int) -> bool:
     return dim < 0 or sizes[dim] == 1
 
 
-def _different_masks(node: fx.Node) -> CaptureError:
+def _make_different_masks_error(node: fx.Node) -> CaptureError:
     return CaptureError(
-        f"{line_of(node)}: this combines rows that different masks select, which need not be the "
-        "same rows\nselect by one mask, or keep all rows and use `torch.where`"
+        f"{line_of(node)}: this combines rows that different masks select\n"
+        "select by one mask, or keep all rows and use `torch.where`"
     )

@@ -57,7 +57,7 @@ class Signature:
             elif spec.kind is InputKind.USER_INPUT:
                 signature.inputs.append(name)
             elif spec.kind is InputKind.CONSTANT_TENSOR:
-                signature.constants[name] = _check_is_initialized(
+                signature.constants[name] = _require_initialized_tensor(
                     nodes[name], exported.constants[target]
                 )
             else:
@@ -85,7 +85,7 @@ def _format_unsupported_object(node: fx.Node, value: object) -> str:
     )
 
 
-def _check_is_initialized(node: fx.Node, constant: Any) -> torch.Tensor:
+def _require_initialized_tensor(node: fx.Node, constant: Any) -> torch.Tensor:
     if constant.is_meta or isinstance(constant, FakeTensor):
         reader = next(iter(node.users), node)
         raise CaptureError(
@@ -252,7 +252,7 @@ _WITHOUT_GRADIENT = frozenset(
         "exponential",
     }
 )
-"""Operators with a floating-point result through which no gradient flows to their inputs."""
+"""Operators with a floating-point result but without a gradient with respect to their inputs."""
 
 # Number of results, from the first, that have a gradient; the others are statistics.
 _DIFFERENTIABLE_RESULTS = {
@@ -265,14 +265,14 @@ _DIFFERENTIABLE_RESULTS = {
 }
 
 _STATISTICS = {"mean", "rstd", "save_mean", "save_invstd", "total_weight"}
-"""Arguments of backward operators that are results of the forward operator and have no gradient."""
+"""Arguments of backward operators that are statistics of the forward pass, without a gradient."""
 
 
 def nodes_with_gradients(
     graph: fx.Graph, sources: Iterable[fx.Node], outputs: Iterable[fx.Node]
 ) -> frozenset[fx.Node]:
     """Return the floating-point nodes on a differentiable path from `sources` to `outputs`."""
-    return differentiable_from(graph, sources) & _find_differentiable_to(graph, outputs)
+    return differentiable_from(graph, sources) & _find_differentiable_ancestors(graph, outputs)
 
 
 def drop_redundant_detach(graph: fx.Graph, sources: Iterable[fx.Node]) -> None:
@@ -308,7 +308,9 @@ def differentiable_from(
     return frozenset(dependent)
 
 
-def _find_differentiable_to(graph: fx.Graph, outputs: Iterable[fx.Node]) -> frozenset[fx.Node]:
+def _find_differentiable_ancestors(
+    graph: fx.Graph, outputs: Iterable[fx.Node]
+) -> frozenset[fx.Node]:
     reaching = set(outputs)
     for node in reversed(graph.nodes):
         if node in reaching and node.op == "call_function":
@@ -324,7 +326,7 @@ def _passes_gradient(node: fx.Node, source: fx.Node, no_grad: bool = False) -> b
         and is_floating_point(node)
         and is_floating_point(source)
         and not _is_result_without_gradient(node)
-        and not _reads_statistic(node, source)
+        and not _reads_forward_statistic(node, source)
     )
 
 
@@ -343,9 +345,8 @@ def _is_result_without_gradient(node: fx.Node) -> bool:
     return index >= _DIFFERENTIABLE_RESULTS.get(_get_operator_name(result), index + 1)
 
 
-def _reads_statistic(node: fx.Node, source: fx.Node) -> bool:
-    """Whether a backward operator reads `source` as a statistic of the forward pass, through which
-    no gradient flows."""
+def _reads_forward_statistic(node: fx.Node, source: fx.Node) -> bool:
+    """Whether a backward operator reads `source` only as a forward statistic without a gradient."""
     if not isinstance(node.target, OpOverload) or "backward" not in _get_operator_name(node):
         return False
     names = [argument.name for argument in schema_of(node.target).arguments]

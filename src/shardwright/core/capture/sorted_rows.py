@@ -1,13 +1,13 @@
 """Mixtures of experts that sort their rows by expert, captured as `custom_ops.experts`.
 
-Such a model sorts the pairs of a token and one of its experts by expert (`argsort`), gathers a row
-for each pair, multiplies each expert's rows by its matrices (`grouped_mm`), and adds the results to
-the tokens (`scatter_add`), or brings them back into the order of the tokens. As any row can be at
-any place, the tokens could not be sharded. But the order does not change the result: an operator
-whose sharding rule has a factor for the rows in all tensors computes each row by itself, and a sum
-over rows is the same in any order. So all tensors of sorted rows are computed in the order before
-the sort; there the expert of a row is its sort key. `routed_products.py` then makes one operator of
-each mixture of experts.
+The model sorts the (token, expert) pairs by expert (`argsort`), gathers a row for each pair,
+multiplies the rows of each expert by its matrices (`grouped_mm`), and adds the results to the
+tokens (`scatter_add`) or restores the order of the tokens. Sorted rows cannot be sharded, because
+any row can have any position. But the order does not affect the result: an operator whose sharding
+rule has a factor for the rows in all tensors computes each row independently, and a sum over rows
+is equal in any order. This module therefore computes all tensors of sorted rows in the order before
+the sort, where the expert of a row is its sort key. `routed_products.py` then merges each mixture
+of experts into one operator.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def fold_sorted_experts(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if is_erased(node):
             continue
-        order = _order_of_sort(node, expert_ends)
+        order = _find_sort_order(node, expert_ends)
         if order is not None:
             _fold_experts_sorted_by(order)
             # Also removes what was inserted for a sort that is not folded.
@@ -64,19 +64,19 @@ def fold_sorted_experts(graph: fx.Graph) -> None:
 
 @dataclass
 class RowOrder:
-    """A permutation of rows by a sort, and the tensors whose rows it has permuted.
+    """A permutation of rows by a sort, and unsorted equivalents of the tensors with sorted rows.
 
     Args:
         positions: position before the sort of each sorted row, `[rows]`.
         keys: sort keys in the order before the sort, `[rows]`.
-        expert_ends: which tensors are the ends of each expert's rows.
-        unsorted: (the same rows in the order before the sort, dimension of the rows) of each tensor
-            of sorted rows.
-        items: the same of each result of an operator with several results.
-        restored: (tensor, equal tensor computed without the sort) pairs of tensors that do not
-            depend on the order.
+        expert_ends: detector of tensors with the end position of each expert's rows.
+        unsorted: for each tensor of sorted rows, (tensor of unsorted rows, row dimension).
+        items: for each operator with several results of sorted rows, (operator with results of
+            unsorted rows, row dimension of each result).
+        restored: for each tensor that does not depend on the order, an equal tensor computed
+            without the sort.
         inverses: inverses of the permutation, `[rows]`.
-        products: products of the rows of each expert with its matrix.
+        products: for each grouped product of sorted rows, the routed product of unsorted rows.
     """
 
     positions: fx.Node
@@ -93,7 +93,7 @@ class RowOrder:
         return node_shape(self.keys)[0]
 
     def argument(self, value: Any) -> Any:
-        """Return an argument of an operator with its rows in the order before the sort."""
+        """Return an argument of an operator with sorted tensors replaced by unsorted ones."""
 
         def unsorted(node: fx.Node) -> fx.Node:
             return self.unsorted[node][0] if node in self.unsorted else node
@@ -101,8 +101,8 @@ class RowOrder:
         return fx.map_arg(value, unsorted)
 
 
-def _order_of_sort(node: fx.Node, expert_ends: ExpertEnds) -> RowOrder | None:
-    """Return the order in which a vector is sorted; None for any other operator."""
+def _find_sort_order(node: fx.Node, expert_ends: ExpertEnds) -> RowOrder | None:
+    """Return the `RowOrder` of a sort of a vector of integers; None for any other operator."""
     if node.target not in (*_SORTS, *_ARGSORTS):
         return None
     keys = node_arguments(node)["self"]
@@ -138,13 +138,13 @@ def _fold_experts_sorted_by(order: RowOrder) -> None:
             each in order.unsorted or each in order.items or each in order.inverses
             for each in inputs
         ):
-            _compute_unsorted(order, node)
-    if order.products and _is_order_unread(order):
+            _insert_unsorted(order, node)
+    if order.products and _is_order_unobservable(order):
         fold_routed_products(order.restored, list(order.products.values()))
 
 
-def _is_order_unread(order: RowOrder) -> bool:
-    """Whether the rows of the experts reach other tensors only without their order."""
+def _is_order_unobservable(order: RowOrder) -> bool:
+    """Whether all tensors computed from the experts' products have unsorted equivalents."""
     reached = set(order.products)
     for node in order.positions.graph.nodes:
         # Restored tensors do not depend on the order, nor does what reads them.
@@ -153,9 +153,8 @@ def _is_order_unread(order: RowOrder) -> bool:
     return all(node in order.unsorted or node in order.items for node in reached)
 
 
-def _compute_unsorted(order: RowOrder, node: fx.Node) -> None:
-    """Insert the result of an operator on sorted rows, computed from the unsorted rows, if
-    possible."""
+def _insert_unsorted(order: RowOrder, node: fx.Node) -> None:
+    """Insert the unsorted equivalent of an operator on sorted rows, if it has one."""
     source = node.args[0] if node.args else None
     if node.target is operator.getitem and source in order.items:
         results, dims = order.items[source]  # type: ignore[index]
@@ -165,16 +164,16 @@ def _compute_unsorted(order: RowOrder, node: fx.Node) -> None:
     elif node.target in _ARGSORTS and source is order.positions:
         order.inverses.add(node)
     elif node.target in GROUPED_PRODUCTS:
-        _compute_product(order, node)
-    elif (reads := _read_of_rows(node)) is not None:
-        _compute_read(order, node, *reads)
+        _insert_unsorted_product(order, node)
+    elif (reads := _match_row_read(node)) is not None:
+        _insert_unsorted_read(order, node, *reads)
     elif node.target in _INDEXED_SUMS or node.target in (aten.scatter.src,):
-        _compute_write(order, node)
+        _insert_unsorted_write(order, node)
     else:
-        _compute_each_row(order, node)
+        _insert_row_wise_operator(order, node)
 
 
-def _compute_product(order: RowOrder, node: fx.Node) -> None:
+def _insert_unsorted_product(order: RowOrder, node: fx.Node) -> None:
     rows, matrices, ends = node.args[:3]
     assert isinstance(matrices, fx.Node) and isinstance(ends, fx.Node)
     others = [each for each in node.all_input_nodes if each is not rows]
@@ -192,9 +191,8 @@ def _compute_product(order: RowOrder, node: fx.Node) -> None:
         order.unsorted[node], order.products[node] = (product, 0), product
 
 
-def _read_of_rows(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """Recognize a read of rows, `x[index]`: return the tensor and the index vector; None for other
-    operators."""
+def _match_row_read(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """Match a read of rows, `x[index]`; return `x` and the index vector, or None."""
     if node.target is aten.index.Tensor:
         x, indices = node.args[:2]
         assert isinstance(indices, (list, tuple))
@@ -216,7 +214,7 @@ def _read_of_rows(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
 
 
 def index_vector(index: Any) -> fx.Node | None:
-    """Return the vector that an index of rows repeats in each column."""
+    """Return the vector that `index`, `[rows, ...]`, repeats in each column, or None."""
     while is_tensor(index) and len(node_shape(index)) > 1:
         sizes = node_shape(index)
         source = index.args[0]
@@ -235,7 +233,7 @@ def index_vector(index: Any) -> fx.Node | None:
     return index if is_tensor(index) else None
 
 
-def _compute_read(order: RowOrder, node: fx.Node, x: fx.Node, index: fx.Node) -> None:
+def _insert_unsorted_read(order: RowOrder, node: fx.Node, x: fx.Node, index: fx.Node) -> None:
     if x in order.unsorted and index in order.inverses and order.unsorted[x][1] == 0:
         # `x[inverse]` brings the rows back into the order before the sort.
         order.restored[node] = order.unsorted[x][0]
@@ -246,7 +244,7 @@ def _compute_read(order: RowOrder, node: fx.Node, x: fx.Node, index: fx.Node) ->
         repeats = repeats_of_rows(numbers, sizes[0])
         if repeats is None:
             # Not numbers of rows, but for example experts whose biases are read.
-            _compute_each_row(order, node)
+            _insert_row_wise_operator(order, node)
             return
         new = x
         # The rows of a token are next to each other, so an `expand` replaces the gather.
@@ -258,8 +256,8 @@ def _compute_read(order: RowOrder, node: fx.Node, x: fx.Node, index: fx.Node) ->
         order.unsorted[node] = (new, 0)
 
 
-def _compute_write(order: RowOrder, node: fx.Node) -> None:
-    """Compute rows that an operator writes to, or adds at, the positions of an index."""
+def _insert_unsorted_write(order: RowOrder, node: fx.Node) -> None:
+    """Insert the unsorted equivalent of a write or addition of sorted rows at given positions."""
     arguments = node_arguments(node)
     index = arguments.get("index")
     if node.target is aten.index_put.default:
@@ -304,7 +302,7 @@ def _compute_write(order: RowOrder, node: fx.Node) -> None:
 def insert_sum_of_rows(
     before: fx.Node, base: fx.Node | None, rows: fx.Node, repeats: int
 ) -> fx.Node:
-    """Insert the sum of each `repeats` consecutive rows, added to `base`."""
+    """Insert the sums of groups of `repeats` consecutive rows, added to `base`."""
     sizes = node_shape(rows)
     result = rows
     if repeats > 1:
@@ -326,8 +324,8 @@ def _is_zero(node: fx.Node) -> bool:
     return node.target in zeros
 
 
-def _compute_each_row(order: RowOrder, node: fx.Node) -> None:
-    """Compute an operator whose sharding rule has a factor for the rows."""
+def _insert_row_wise_operator(order: RowOrder, node: fx.Node) -> None:
+    """Insert the unsorted equivalent of an operator that computes each row independently."""
     dims = {sorted_rows: dim for sorted_rows, (_, dim) in order.unsorted.items()}
     row_factor = find_row_factor(node, dims, order.num_rows)
     if row_factor is None:

@@ -202,7 +202,7 @@ _CONTENTS: tuple[tuple[tuple[Any, ...], Callable[[Any], Parts]], ...] = (
 """Functions that read the contents of objects, by type; for subclasses, attributes are read too."""
 
 CONTENT_TYPES = (Tensor, *(cls for types, _ in _CONTENTS for cls in types))
-"""Library types with contents that user code sets."""
+"""Types of libraries whose objects user code fills, such as containers."""
 
 
 def is_same(before: Any, now: Any, equal: Callable[[Tensor, Tensor], bool], depth: int = 0) -> bool:

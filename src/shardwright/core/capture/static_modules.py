@@ -58,8 +58,10 @@ def make_static(module: nn.Module, twin: nn.Module) -> None:
 def _compute_adaptive_log_softmax(
     self: nn.AdaptiveLogSoftmaxWithLoss, input_: Tensor, target_: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Compute the log-probabilities of adaptive softmax for all samples in each cluster, and select
-    by target, because targets are unknown during capture."""
+    """Compute adaptive log-softmax of all samples in all clusters, then select by target.
+
+    Targets, which decide a sample's cluster, are unknown during capture.
+    """
     # PyTorch's own `forward` reports wrong shapes.
     if target_.ndim > 1 or input_.ndim != target_.ndim + 1:
         return type(self).forward(self, input_, target_)

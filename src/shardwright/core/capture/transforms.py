@@ -67,7 +67,7 @@ def as_operators(function: Callable[..., Any], args: Sequence[Any], kwargs: dict
 
 
 class OperatorsAsCalled(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Mode that marks operators called without gradients or by a `detach` of the function."""
+    """Mode that marks operators without gradients, and each `detach` that the function calls."""
 
     _detaching = False
 

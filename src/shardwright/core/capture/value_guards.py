@@ -46,8 +46,7 @@ LEAVES = ast.Return, ast.Break, ast.Continue
 
 
 class GuardedNumber:
-    """Result of `Tensor.item` in a check of tensor values: every comparison returns the bool with
-    which the check passes.
+    """Number that `Tensor.item` returns in a value check; its comparisons make the check pass.
 
     Args:
         passing: result of each comparison.
@@ -123,8 +122,9 @@ def _find_source_position(frame: FrameType, is_jump: bool) -> _SourcePosition | 
 
 
 def _find_passing_value(position: _SourcePosition, compared: bool) -> bool | None:
-    """Return the bool of the expression at `position` with which a check of tensor values passes;
-    None if the expression is not part of such a check.
+    """Return the bool for the expression at `position` that makes a value check pass.
+
+    Returns None if the expression is not part of a value check.
 
     Args:
         compared: whether the expression must be one side of a comparison.
@@ -220,7 +220,7 @@ def _only_raises_or_warns(body: Sequence[ast.stmt]) -> bool:
 def _find_operand_value(
     test: ast.expr, passing: bool, at: _SourcePosition, compared: bool
 ) -> bool | None:
-    """Return the bool with which one operand makes a condition equal to `passing`.
+    """Return the bool for one operand that makes a condition equal to `passing`.
 
     Args:
         test: syntax tree of the condition.
