@@ -51,7 +51,7 @@ def find_added_rows(
 
 
 def _is_written_between(x: fx.Node, read: fx.Node, write: fx.Node, value: fx.Node) -> bool:
-    """Whether an operator other than `value` may change `x` between the nodes `read` and `write`."""
+    """Whether an operator other than `value` may change `x` between `read` and `write`."""
     node = read
     while node is not write:
         if node is not value and _may_write(node, x):

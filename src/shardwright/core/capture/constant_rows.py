@@ -70,7 +70,7 @@ def compute_constant(node: fx.Node) -> Tensor | None:
 
 
 def repeats_of_rows(numbers: Tensor | None, count: int) -> int | None:
-    """Return r if the row numbers are r times 0, r times 1, … and r times `count - 1`; else None."""
+    """Return r if the row numbers are r times 0, r times 1, …, r times `count - 1`, else None."""
     if numbers is None or not count or len(numbers) % count:
         return None
     repeats = len(numbers) // count
@@ -118,7 +118,7 @@ class MaskTrials:
 
 
 def find_num_choices(root: fx.Node) -> int | None:
-    """Return the number of experts if `root` contains expert indices chosen by scores; else None."""
+    """Return the number of experts if `root` has expert indices chosen by scores, else None."""
     choice = find_choice(root)
     if choice is None:
         return None
@@ -209,7 +209,7 @@ def find_first_integers(keys: fx.Node) -> fx.Node:
 
 
 def list_integers(keys: fx.Node) -> list[fx.Node]:
-    """Return the chain of integer and boolean tensors from which `keys` is computed, `keys` last."""
+    """Return the chain of integer and boolean tensors that computes `keys`, with `keys` last."""
     chain = [keys]
     while True:
         # The number of an expert may be a constant tensor: `ids == torch.full((), 3)`.

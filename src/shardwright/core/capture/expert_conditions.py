@@ -212,7 +212,7 @@ MOST_EXPERTS = 512
 
 
 def find_other_condition(conditions: Sequence[Condition]) -> Condition | None:
-    """Return the first condition that depends on more than whether one expert has tokens, or None."""
+    """Return the first condition on more than whether one expert has tokens, or None."""
     by_choice: dict[int, tuple[RecordedCall, list[Condition]]] = {}
     for condition in conditions:
         calls = [] if condition.call is None else _list_expert_choices(condition.call)

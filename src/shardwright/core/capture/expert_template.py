@@ -331,7 +331,7 @@ class ExpertTemplate:
         return insert_reshape(product, (*sizes[:-1], node_shape(product)[1]), before), dim
 
     def _add_bias(self, node: fx.Node) -> bool:
-        """Add the experts' biases to the last product; return False if `node` is no bias addition."""
+        """Add the experts' biases to the last product; return False if `node` adds no bias."""
         product, bias = node.args
         if product not in self._index or len(product.users) > 1:  # type: ignore[union-attr]
             return False
@@ -417,7 +417,7 @@ class ExpertTemplate:
         return {each: self._rows[each][1] for each in node.all_input_nodes if each in self._rows}
 
     def _select_row_parameters(self, node: fx.Node, parameters: Sequence[Any]) -> fx.Node:
-        """Insert a table of expert parameters, such as biases, indexed by the expert of each row."""
+        """Insert a parameter, such as a bias, of the expert of each row."""
         is_pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
         table = self._stack_tensors(parameters)
         sizes, rank = node_shape(table)[1:], len(node_shape(node))

@@ -218,7 +218,7 @@ def _get_up_projection_weight(module: Any) -> Any:
 
 
 def _interleaves_gate(module: Any) -> bool:
-    """Whether columns of gate and value alternate in the projection, instead of forming its halves."""
+    """Whether columns of gate and value alternate in the projection; otherwise they are halves."""
     return not getattr(module, "is_concatenated", True)
 
 

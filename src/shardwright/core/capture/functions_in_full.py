@@ -111,7 +111,7 @@ def traced_in_full(
 
 
 def warn_of_functions_in_full(graph: Graph) -> None:
-    """Log a warning that names the custom autograd functions that run replicated on every device."""
+    """Log a warning that names the custom autograd functions that run replicated."""
     bodies = (op.target.body for op in graph.ops if isinstance(op.target, LocalCall))
     names = {
         body.description: body.function for body in bodies if isinstance(body, AppliedFunction)

@@ -271,7 +271,7 @@ def _cast_to_dtype_of(x: fx.Node, node: fx.Node) -> fx.Node:
 
 
 def _rewrite_loss(selected: SelectedRows, node: fx.Node, name: str) -> bool:
-    """Rewrite a loss over selected rows as one over all rows; return False for an unreduced loss."""
+    """Rewrite a loss over selected rows as one over all rows; return False if it is unreduced."""
     function: Any = node.target
     defaults = schema_parameters(function)
     names = list(defaults)

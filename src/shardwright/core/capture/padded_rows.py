@@ -183,7 +183,7 @@ class _PaddingRewrite:
     def _find_mask_of_indices(
         self, node: fx.Node, x: fx.Node, indices: Sequence[Any]
     ) -> tuple[RowMask, int] | None:
-        """Return the mask that `x[indices]` applies and the first dimension of `x` that it covers."""
+        """Return the mask that `x[indices]` applies, and its first dimension in `x`."""
         indexed = [dim for dim, index in enumerate(indices) if index is not None]
         first, *others = (indices[dim] for dim in indexed)
         if not others and tensor(first).dtype == torch.bool:
@@ -200,7 +200,7 @@ class _PaddingRewrite:
         return (mask, start) if same and node_shape(x)[start:][:rank] == mask.shape else None
 
     def _replace_by_all_rows(self, node: fx.Node, x: fx.Node, mask: RowMask, dim: int) -> None:
-        """Replace a selection by all rows of `x`; `dim` is the first dimension that `mask` covers."""
+        """Replace a selection by all rows of `x`; `dim` is the first dimension of `mask` in `x`."""
         shape, traced = node_shape(x), node.meta["val"].shape
         self.counts.record(node, traced[dim], mask)
         sizes = (*shape[:dim], prod(mask.shape), *shape[dim + len(mask.shape) :])
@@ -354,7 +354,7 @@ class _PaddingRewrite:
         return True
 
     def _rewrite_addition(self, node: fx.Node) -> bool:
-        """Rewrite `x[index] += rows` as an accumulating `index_put`; return False for other writes."""
+        """Rewrite `x[index] += rows` as an adding `index_put`; return False for other writes."""
         x, indices = node.args[:2]
         added = find_added_rows(node, self.coordinates)
         if added is None:

@@ -378,7 +378,7 @@ class _WeightedSum:
 
 
 def _find_weighted_sum(down: fx.Node) -> _WeightedSum | None:
-    """Return the weighted sum over a down projection; None if anything else reads the projection."""
+    """Return the weighted sum that alone reads a down projection, or None."""
     rows, hidden = node_shape(down)
     node, weights = down, None
     # Another reader would need the rows before they are weighted and added up.
