@@ -33,10 +33,12 @@ class CallLeaves:
     devices: Devices
 
     def on_device(self, leaves: Sequence[Any], planned_indices: Sequence[int | None]) -> list[Any]:
-        """Return the leaves on the device of this rank; gradients of local batches are multiplied
-        by the number of local batches.
+        """Move the leaves of a call to this rank's device.
+
+        The backward pass multiplies the gradient of a local batch by the number of local batches.
 
         Args:
+            leaves: the leaves as passed to this rank.
             planned_indices: index of each leaf in the planned call; None for a leaf that the
                 planned call does not have.
         """
@@ -53,17 +55,18 @@ class CallLeaves:
         return result
 
     def _get_local_batch_axes(self, planned_leaf: object) -> CutAxes:
-        """Return the axes that shard each dimension of a planned input if ranks pass local batches
-        of the input, else ()."""
+        """Return, per dimension, the axes that shard an input passed as local batches; () if ranks
+        pass the global batch."""
         arrivals = self.partitioned.decisions.arrivals
         return arrivals.get(planned_leaf.name, ()) if isinstance(planned_leaf, Value) else ()
 
     def with_global_shapes(
         self, leaves: list[Any], planned_indices: Sequence[int | None]
     ) -> list[Any]:
-        """Return the leaves with global shapes; inputs that arrive sharded become meta tensors.
+        """Return the leaves with global shapes; local batches become meta tensors.
 
         Args:
+            leaves: the leaves as passed to this rank.
             planned_indices: index of each leaf in the planned call; None for a leaf that the
                 planned call does not have.
         """

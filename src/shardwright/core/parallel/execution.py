@@ -104,9 +104,9 @@ class Execution(Recapture):
         ):
             raise PlanError(ONCE_PER_BATCH)
         self.captured_hooks = nn.Module()
-        """Module that holds the model's captured forward hooks, and the `forward` set on its
-        instance; programs contain both. Hooks of a model that is captured with its Python run
-        around the program instead, and stay in the model."""
+        """Owner of the root module's forward hooks, and of a `forward` set on its instance, both of
+        which programs contain. A model captured by TorchDynamo keeps its hooks, which run around
+        the program."""
         # Rank 0's seed on all ranks, so that ranks with equal shards draw equal random numbers.
         self.random_seed = devices.common_seed()
         self.random_step = 0
@@ -169,7 +169,7 @@ class Execution(Recapture):
         planned_indices = self._planned_call.planned_indices(spec)
         # Programs are made for global shapes; a local batch is only this rank's part of them.
         global_leaves = self._leaves.with_global_shapes(leaves, planned_indices)
-        specialization = self._make_call_state_key(
+        specialization = self._make_specialization_key(
             spec, [argument_key(leaf) for leaf in global_leaves]
         )
         inputs = self._leaves.on_device(leaves, planned_indices)
@@ -193,7 +193,7 @@ class Execution(Recapture):
                 # After the capture, so that a capture that fails evicts no program.
                 self._evict_least_recently_used(self._forwards)
                 self._forwards[key] = self._compile_program(self._bind_program(captured))
-        bound = _get_as_most_recently_used(self._forwards, key)
+        bound = _touch_cache_entry(self._forwards, key)
         check_filled(bound.graph.filled, self._filled)
         if is_distributed and bound.draws_random_numbers:
             refuse_other_draws()
@@ -294,7 +294,7 @@ class Execution(Recapture):
         ):
             # Python effects happen once per call, but a step with micro-batches would replay them
             # for each.
-            return self._train_with_python_effects(args, kwargs)
+            return self._train_with_python_side_effects(args, kwargs)
         bound, leaves, dims = self._get_or_capture_step(args, kwargs)
         # Before anything runs: a model without a loss, or with several, cannot be trained by a
         # step.
@@ -312,7 +312,9 @@ class Execution(Recapture):
         bound.tensors.write(changed)
         return loss
 
-    def _train_with_python_effects(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    def _train_with_python_side_effects(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Tensor:
         """Run forward and backward over one batch, without micro-batches, for a model whose Python
         code changes objects.
 
@@ -416,7 +418,7 @@ class Execution(Recapture):
         }
 
     def forget_removed_hooks(self) -> None:
-        """Drop captured forward hooks whose handles the user has removed."""
+        """Drop captured forward hooks that the user has removed by their handles."""
         self._state.forget_removed_hooks()
 
     def _cache_planned_program(self) -> None:
@@ -464,7 +466,7 @@ class Execution(Recapture):
         )
         # A step runs the program of one micro-batch; the number of micro-batches is part of the key
         # because the schedule depends on it.
-        specialization = self._make_call_state_key(
+        specialization = self._make_specialization_key(
             spec, [argument_key(leaf) for leaf in micro_batch_leaves]
         )
         key = (*specialization, micro_batches)
@@ -482,7 +484,7 @@ class Execution(Recapture):
                 partitioned = self._capture_specialization(of_args, of_kwargs, micro_batches, dims)
             self._evict_least_recently_used(self._train_steps)
             self._train_steps[key] = self._bind_train_step(partitioned)
-        bound = _get_as_most_recently_used(self._train_steps, key)
+        bound = _touch_cache_entry(self._train_steps, key)
         check_filled(bound.step.partitioned.graph.filled, self._filled)
         return bound, inputs, dims
 
@@ -502,8 +504,7 @@ class Execution(Recapture):
         return self.devices.with_matrix(partitioned.mesh, dtensor_axes(partitioned))
 
     def _evict_least_recently_used(self, cache: dict[tuple[Any, ...], Any]) -> None:
-        """Remove the least recently used programs from `cache`, by key, except programs of the
-        planned specialization."""
+        """Make room for one entry in `cache`; programs of the planned specialization stay."""
         planned = self._planned_specialization
         # Step keys extend the planned specialization by the number of micro-batches.
         other_keys = [
@@ -514,8 +515,8 @@ class Execution(Recapture):
             del cache[key]
 
 
-def _get_as_most_recently_used(cache: dict[tuple[Any, ...], Bound], key: tuple[Any, ...]) -> Bound:
-    """Return the cache entry of `key`, and move it to the end, as the most recently used."""
+def _touch_cache_entry(cache: dict[tuple[Any, ...], Bound], key: tuple[Any, ...]) -> Bound:
+    """Move the entry of `key` to the end of `cache`, and return it."""
     # Dictionaries keep the order of insertion.
     cache[key] = cache.pop(key)
     return cache[key]

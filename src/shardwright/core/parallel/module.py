@@ -89,7 +89,7 @@ class Copyable:
 
 
 def _refuse_distributed_data_parallel(net: ParallelModule) -> tuple[str, ...]:
-    """Refuse `DistributedDataParallel` around a model on several devices."""
+    """Raise an error on several devices; DDP calls this for the parameters that it ignores."""
     if net.execution.devices.is_distributed:
         raise PlanError(
             f"DistributedDataParallel wraps the planned {type(net).__name__}, which reduces its"
@@ -296,7 +296,7 @@ def _derive_class(module: nn.Module, user_forward: Callable[..., Any]) -> type[P
     calls = {"forward": forward, "__call__": _exclude_from_compile(user_class.__call__)}
     for name in INITIALIZERS:
         if callable(getattr(user_class, name, None)):
-            calls[name] = _record_initializer(getattr(user_class, name))
+            calls[name] = _wrap_initializer(getattr(user_class, name))
     for name in DECODERS:
         if callable(getattr(user_class, name, None)):
             calls[name] = _wrap_decoder_errors(name, getattr(user_class, name))
@@ -304,7 +304,7 @@ def _derive_class(module: nn.Module, user_forward: Callable[..., Any]) -> type[P
     return type(user_class.__name__, (ParallelModule, user_class), {**names, **calls})
 
 
-def _record_initializer(initialize: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_initializer(initialize: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap `initialize`, a method that initializes the model, so that it sets local shards.
 
     While parameters are uninitialized, operators of `initialize` are recorded on full tensors and

@@ -18,11 +18,13 @@ TensorOwner = tuple[str, nn.Module, str]
 
 @dataclass(frozen=True)
 class ModuleTensors:
-    """Parameters and buffers that a graph reads: parameters by name, buffers with their owner
-    modules.
+    """Parameters and buffers that a graph reads.
 
-    Buffers are looked up on each call because `forward` may replace them; parameters are looked up
-    once.
+    Parameters are looked up once, buffers on each call, because `forward` may replace them.
+
+    Args:
+        parameters: parameters by full name.
+        buffers: owner of each buffer.
     """
 
     parameters: Mapping[str, Tensor]
@@ -32,8 +34,7 @@ class ModuleTensors:
     def of(
         cls, module: nn.Module, parameters: Sequence[Value], buffers: Sequence[Value]
     ) -> ModuleTensors:
-        """Look up the parameters, and the owners of the buffers, in `module` by their full
-        names."""
+        """Look up `parameters`, and the owners of `buffers`, in `module`."""
 
         def owner(value: Value) -> TensorOwner:
             path, _, name = value.name.rpartition(".")
@@ -43,7 +44,7 @@ class ModuleTensors:
         return cls(tensors, tuple(map(owner, buffers)))
 
     def read(self) -> tuple[Mapping[str, Tensor], dict[str, Tensor]]:
-        """Return the parameters, and the local tensors of buffers by name."""
+        """Return (parameters by name, local tensors of the buffers by name)."""
         # Local shards, as frozen parameters that `forward` updates are buffers of the graph, but
         # DTensors.
         return self.parameters, {n: detached_local(getattr(m, leaf)) for n, m, leaf in self.buffers}

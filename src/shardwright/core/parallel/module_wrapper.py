@@ -17,8 +17,8 @@ class ModuleWrapper(nn.Module):
     """A module with the parameters, buffers, submodules, mode and attributes of a wrapped module.
 
     Attributes that the wrapper has before `wrap` is called remain attributes of the wrapper.
-    Methods of the wrapped module are forwarded only after the wrapped module is planned. A method
-    that ran earlier would call the `forward` of the wrapped module, not of the wrapper.
+    Methods of the wrapped module are forwarded only once that module is planned. Before, a method
+    would call the `forward` of the wrapped module, not of the wrapper.
     """
 
     _wrapped: tuple[nn.Module]

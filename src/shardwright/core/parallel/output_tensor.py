@@ -117,10 +117,11 @@ class OutputTensor(DTensor):
 
 
 def _run_backward_of_outputs(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run `func`, a `backward` function, on ordinary outputs if any gradient is an ordinary tensor.
+    """Run `func`, a `backward` function, which autograd cannot run on a mix of DTensors and
+    ordinary tensors.
 
-    Outputs are gathered to match the ordinary gradient. The tensors in the argument `inputs` are
-    not gathered, since autograd accumulates into their `.grad`.
+    If any output or gradient is an ordinary tensor, the outputs are gathered. Tensors in the
+    argument `inputs` are not, since autograd accumulates into their `.grad`.
     """
     inputs = {key: kwargs[key] for key in ("inputs",) if key in kwargs}
     arguments = args, {key: value for key, value in kwargs.items() if key not in inputs}
@@ -132,7 +133,7 @@ def _run_backward_of_outputs(func: Any, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def _make_output_tensors(results: Any, tensors: Sequence[Tensor]) -> None:
-    """Turn new DTensors among the results of a function into `OutputTensor`s, in place.
+    """Convert the DTensors that a function has created to `OutputTensor`s, in place.
 
     Args:
         results: return value of the function.

@@ -175,8 +175,7 @@ class PipelineExecution(Execution):
     def _assemble_local_output(
         self, stages: RankStages, value: Value, local_outputs: Mapping[str, list[Tensor]]
     ) -> Tensor:
-        """Return an output for the local batch of this rank or, if ranks pass the global batch, for
-        the global batch.
+        """Return an output for the batch that this rank passed: local or global.
 
         Args:
             value: an output of the model's graph.
@@ -231,10 +230,10 @@ class PipelineExecution(Execution):
         return output
 
     def _restore_sample_order(self, samples: Tensor, micro_batches: int) -> Tensor:
-        """Return the samples of concatenated micro-batches in the order of the global batch.
+        """Reorder the samples of concatenated micro-batches as in the global batch.
 
-        If ranks pass local batches, each local batch is split into micro-batches: `samples` are
-        ordered as [micro-batch, rank, sample], the global batch as [rank, micro-batch, sample].
+        If ranks pass local batches, `samples` are ordered by [micro-batch, rank, sample], the
+        global batch by [rank, micro-batch, sample].
         """
         arrivals = self.partitioned.decisions.arrivals.values()
         layouts = (TensorLayout(self.devices.matrix, axes) for axes in arrivals if axes)

@@ -161,8 +161,7 @@ class StageModule(nn.Module):
 
 
 def _detach_unless_trained(value: Value, tensor: Tensor) -> Tensor:
-    """Return `tensor`, which has the values of `value`, detached unless the loss needs a gradient
-    of `value`."""
+    """Detach `tensor`, the result for `value` in the graph, unless the loss needs its gradient."""
     # Both sides of the boundary must agree on which values get a gradient back.
     return tensor if value.requires_grad else tensor.detach()
 
@@ -264,8 +263,8 @@ class RankStages:
         return step.evaluated, inputs.changed(step.buffers)
 
     def micro_batch_weight(self, value: Value) -> float | None:
-        """Return the weight of each micro-batch's tensor in the output `value` of the global batch;
-        None if the output is neither a mean nor a sum over samples."""
+        """Return the weight of each micro-batch in an output that is a mean or sum over samples;
+        None for other outputs."""
         if value is self.partitioned.graph.loss:
             return self._loss_weight
         match dict(batch_reduction(self.partitioned.graph).outputs).get(value.name):
@@ -276,11 +275,11 @@ class RankStages:
         return None
 
     def concatenation_dim(self, value: Value) -> int | None:
-        """Return the dimension in which the micro-batches of output `value` are concatenated; None
-        if the output is not concatenated.
+        """Return the dimension along which micro-batches of output `value` are concatenated, or
+        None.
 
-        An output that was not analyzed is concatenated along dimension 0 if its dimension 0 has the
-        size of dimension 0 of the first input.
+        Without an analysis of the output, the dimension is 0 if the output and the first input have
+        equal sizes in dimension 0.
         """
         graph = self.partitioned.graph
         outputs = dict(batch_reduction(graph).outputs)
@@ -410,8 +409,7 @@ def groups_of(partitioned: Partitioned) -> tuple[tuple[int, ...], ...]:
 
 
 def _make_boundary_meta_tensor(value: Value, axes: CutAxes, chunk: Chunk) -> Tensor:
-    """Return a meta tensor with the local shape of `value`, sent between stages in the layout
-    `axes`."""
+    """Return a meta tensor with the local shape of `value`, which stages send in layout `axes`."""
     shape = TensorLayout(chunk.mesh, axes).shard_shape(value.shape)
     empty = torch.empty(shape, dtype=value.dtype, device="meta")
     return empty.requires_grad_(value.requires_grad)
@@ -443,12 +441,12 @@ def can_split_backward(module: StageModule) -> bool:
 
 
 def _make_empty_weight_gradient_pass() -> Any:
-    """Return a weight-gradient pass (W) that does nothing: the `dw_builder` of chunks that compute
-    all gradients in the input-gradient pass (I)."""
-    return _do_nothing
+    """Return an empty weight-gradient pass (W): the `dw_builder` of chunks that compute all
+    gradients in the input-gradient pass (I)."""
+    return _skip_pass
 
 
-def _do_nothing(*_: Any) -> None:
+def _skip_pass(*_: Any) -> None:
     return None
 
 
@@ -459,7 +457,7 @@ def _skip_backward_passes(schedule: PipelineScheduleMulti) -> None:
     `PipelineScheduleSingle` stops after the forward passes.
     """
     for computation in (FULL_BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT):
-        schedule.register_custom_function(computation, _do_nothing)  # type: ignore[attr-defined]
+        schedule.register_custom_function(computation, _skip_pass)  # type: ignore[attr-defined]
 
 
 class _StageBoundaryFunction(torch.autograd.Function):
@@ -486,9 +484,9 @@ def stage_boundary(tensors: Sequence[Tensor], anchors: Sequence[Tensor] = ()) ->
 
     Args:
         tensors: the tensors that cross the boundary.
-        anchors: tensors on which all results depend in the autograd graph, with no gradient. A
-            split backward pass finds only parameters on paths from results to inputs of the stage;
-            a result that depends on no input would lose the gradients of its parameters.
+        anchors: inputs of the stage that become autograd inputs of every result, with no gradient.
+            A split backward pass finds only parameters on paths from results to inputs, so a result
+            that depends on no input would lose the gradients of its parameters.
     """
     # Integer and frozen tensors need no autograd node.
     trained = [tensor for tensor in tensors if tensor.requires_grad]

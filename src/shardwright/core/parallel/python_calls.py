@@ -155,8 +155,8 @@ class PythonCalls:
         return python.run(program, self._module, *call)
 
     def results(self, graph: Graph, outputs: Sequence[Any]) -> ProgramResults:
-        """Return the outputs of a graph and the model's buffers; outputs stored in Python objects
-        are full tensors."""
+        """Return (outputs of a graph, the model's buffers); outputs that `forward` stores in Python
+        objects are gathered."""
         # Outputs beyond those of `forward` are stored in Python objects.
         first = graph.out_spec.num_leaves
         # Copies, as a program returns a parameter itself for `parameter.detach().clone()`.

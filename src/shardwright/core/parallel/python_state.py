@@ -50,7 +50,7 @@ class StateKey:
 
     Args:
         contents: fingerprints of the watched attributes.
-        number: number of different earlier states of the module.
+        number: number of distinct states that the module had before.
     """
 
     contents: tuple[str, ...]
@@ -66,9 +66,9 @@ class SetByForward:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # Python looks up optional protocol methods.
             raise AttributeError(name)
-        self._refuse_assignment()
+        self._raise_set_by_forward()
 
-    def _refuse_assignment(self, *_: object) -> NoReturn:
+    def _raise_set_by_forward(self, *_: object) -> NoReturn:
         raise PlanError(
             f"attribute {self._name!r} is set by `forward`, but this program of the model runs"
             " operators only\nplan with micro_batches=1 and stages=1, or return its value from"
@@ -80,15 +80,19 @@ class SetByForward:
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> NoReturn:
         leaves = pytree.tree_leaves((args, kwargs))
-        next(leaf for leaf in leaves if isinstance(leaf, cls))._refuse_assignment()
+        next(leaf for leaf in leaves if isinstance(leaf, cls))._raise_set_by_forward()
 
     # Python looks special methods up in the class, and would not call `__getattr__`.
-    __bool__ = __float__ = __int__ = __index__ = __len__ = __iter__ = __call__ = _refuse_assignment
-    __getitem__ = __setitem__ = __contains__ = __neg__ = __lt__ = __le__ = __gt__ = __ge__ = (
-        _refuse_assignment
+    __bool__ = __float__ = __int__ = __index__ = __len__ = __iter__ = __call__ = (
+        _raise_set_by_forward
     )
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __matmul__ = _refuse_assignment
-    __truediv__ = __rtruediv__ = __pow__ = __rpow__ = __rmatmul__ = _refuse_assignment
+    __getitem__ = __setitem__ = __contains__ = __neg__ = __lt__ = __le__ = __gt__ = __ge__ = (
+        _raise_set_by_forward
+    )
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __matmul__ = (
+        _raise_set_by_forward
+    )
+    __truediv__ = __rtruediv__ = __pow__ = __rpow__ = __rmatmul__ = _raise_set_by_forward
 
 
 class PythonState:
@@ -128,8 +132,7 @@ class PythonState:
         self.watch(attributes)
 
     def of_copy(self, module: nn.Module, hooked_module: nn.Module) -> PythonState:
-        """Return the Python state of `module`, a copy; equal states of both modules have the same
-        key.
+        """Return the Python state of a copy of the module; equal states of both have the same key.
 
         Args:
             module: a deep copy of the planned module.
@@ -227,8 +230,8 @@ class PythonState:
         return {path: counts for path, counts in added.items() if any(counts)}
 
     def copy_to(self, template: nn.Module) -> None:
-        """Copy attributes, training modes and buffers to `template` before a capture, and delete
-        hooks from it that the user has removed."""
+        """Copy attributes, training modes and buffers to `template` before a capture, and drop its
+        hooks that the user has removed."""
         copies = dict(template.named_modules())
         memo = self._map_ids_to_template_copies(template)
         of_modules = (p for p in self._names if not p[0].startswith((GLOBALS, BUFFERS)))
@@ -273,8 +276,7 @@ class PythonState:
                 )
 
     def _refuse_replaced_forwards(self) -> None:
-        """Raise an error if `forward` was set on a submodule, other than by
-        `explain_calls_of_parts`."""
+        """Raise an error if the user has set `forward` on a submodule."""
         # Without the root, whose `forward` is that of the planned class; in the order of
         # `_submodules`.
         paths = [path for path in self._by_path if path]
@@ -393,7 +395,7 @@ class PythonState:
 
 
 class _RecordingDeepcopyMemo(dict[int, Any]):
-    """A memo of `copy.deepcopy` that records whether a copied object refers to one of `copies`."""
+    """A memo of `copy.deepcopy` that records whether an entry of `copies` was used."""
 
     def __init__(self, copies: Mapping[int, Any]) -> None:
         super().__init__(copies)
@@ -406,8 +408,8 @@ class _RecordingDeepcopyMemo(dict[int, Any]):
 
 
 def _replace_references_by_copies(value: Any, copies: Mapping[int, Any]) -> Any:
-    """Return `value`, or a deep copy in which references to the planned module, such as bound
-    methods, are replaced by references to the template.
+    """Return `value`, or a deep copy if it refers to the planned module, as bound methods do; the
+    copy refers to the template instead.
 
     Args:
         value: content of an attribute.

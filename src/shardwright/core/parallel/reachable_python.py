@@ -61,8 +61,8 @@ class ReachablePython:
         return result
 
     def key(self, specialization: tuple[object, ...]) -> tuple[object, ...]:
-        """Return `specialization`, extended by the version of the Python state unless that is the
-        plan's state."""
+        """Return `specialization`, with the version of the Python state appended if the state has
+        changed since planning."""
         return (*specialization, "Python state", self.version) if self.version else specialization
 
     def compare(self, specialization: Hashable, graph: Graph) -> None:
@@ -112,6 +112,5 @@ class ReachablePython:
 
 
 def _is_same_tensor(before: Tensor, current: Tensor) -> bool:
-    """Whether two tensors are the same object. Values are not compared, which would read both
-    tensors in every call."""
+    """Whether two tensors are the same object; comparing values would read both in every call."""
     return before is current

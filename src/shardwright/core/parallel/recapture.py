@@ -77,7 +77,7 @@ class Recapture:
         self.partitioned = self._bind_local_maps(partitioned)
         graph = self.partitioned.graph
         self._parameters_as_planned = PlannedParameters(module, graph.frozen)
-        stored = self._attributes_stored_by_calls
+        stored = self._attributes_set_by_forward
         watched = [entry for entry in graph.attributes if entry not in stored]
         self._state = PythonState(module, watched, hooks)
         self._reachable = ReachablePython(self._user_module, module)
@@ -100,8 +100,8 @@ class Recapture:
         return pipeline.micro_batches * pipeline.stages > 1
 
     @property
-    def _attributes_stored_by_calls(self) -> Collection[tuple[str, str, str]]:
-        """The entries of `Graph.attributes` that `forward` sets, if it runs once per step."""
+    def _attributes_set_by_forward(self) -> Collection[tuple[str, str, str]]:
+        """Entries of `Graph.attributes` that `forward` sets; empty with micro-batches or stages."""
         if self._has_micro_batches_or_stages:
             return ()
         return [entry for entry in self.partitioned.graph.attributes if entry[2] == SET]
@@ -114,7 +114,7 @@ class Recapture:
             setattr(user_class, name, vars(planned)[name])
             delattr(planned, name)
 
-    def _make_call_state_key(self, spec: pytree.TreeSpec, leaves: list[Any]) -> tuple[Any, ...]:
+    def _make_specialization_key(self, spec: pytree.TreeSpec, leaves: list[Any]) -> tuple[Any, ...]:
         """Return the cache key of the current specialization.
 
         Args:
@@ -252,8 +252,7 @@ class Recapture:
 
     @property
     def _contains_root_hooks(self) -> bool:
-        """Whether programs contain the forward hooks of the model itself, which guards and bytecode
-        do not see."""
+        """Whether programs contain the root module's forward hooks, which guards do not cover."""
         return False
 
     def _capture_with_added_hooks(self, call: CapturedCall) -> Graph:

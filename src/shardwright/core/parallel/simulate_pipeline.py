@@ -166,7 +166,7 @@ class _ChunkSequence:
 
     @contextmanager
     def _count_communication_bytes(self, chunk: Chunk, direction: int) -> Iterator[None]:
-        """Context whose communication volume is added to `sent` of the chunk's stage.
+        """Context that adds its communication volume to `sent` of the chunk's stage.
 
         Args:
             chunk: the running chunk.

@@ -61,8 +61,7 @@ def simulated_devices(layout: DeviceMatrix) -> Iterator[tuple[Devices, LocalTens
         layout: device matrix of the ranks.
 
     Yields:
-        The devices, and the `LocalTensorMode` of the ranks; None in place of the mode with one
-        device.
+        (the devices, the `LocalTensorMode` of the ranks); the mode is None with one device.
 
     Raises:
         PlanError: if a real process group is running.
@@ -161,8 +160,14 @@ class Ranks:
         return shards, state, leaves
 
     def assemble(self, tensor: Tensor, layout: TensorLayout, shape: tuple[int, ...]) -> Tensor:
-        """Assemble the full tensor of `shape` from `tensor`, which holds the shards of all ranks in
-        `layout`; partial sums are added up."""
+        """Assemble a full tensor of shape `shape` from the shards of all ranks; partial sums are
+        added up.
+
+        Args:
+            tensor: a `LocalTensor` with the shards.
+            layout: layout of the full tensor.
+            shape: shape of the full tensor.
+        """
         # The blocks are ordinary tensors of single ranks, on which the mode would run once per
         # rank.
         with _without_local_tensor_mode(self.mode):
@@ -370,7 +375,7 @@ def _make_loss_gradients(graph: Graph) -> list[Tensor | None]:
 
 @dataclass(frozen=True)
 class _OutputWithGradient:
-    """An output and its gradient, in the output's layout, from which a backward pass starts."""
+    """An output and its gradient, both sharded alike, from which a backward pass starts."""
 
     value: Value
     tensor: Tensor

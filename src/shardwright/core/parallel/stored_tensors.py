@@ -48,7 +48,7 @@ from shardwright.core.torch_internals.modules import (
 )
 
 Registry = MutableMapping[str, Any]
-"""The parameters or buffers that one module owns, or its attributes, by name."""
+"""`_parameters`, `_buffers` or `__dict__` of one module."""
 
 REGISTRIES = frozenset({"_parameters", "_buffers", "_modules"})
 """Attributes of a module that contain its registered parameters, buffers and submodules."""
@@ -74,7 +74,7 @@ class StoragePlan:
     release: bool = False
 
     def shard(self, name: str, full: Tensor, *, is_parameter: bool) -> Tensor:
-        """Return this rank's shard of the full tensor `full`; a copy unless `full` is released.
+        """Return this rank's shard of `full`: a copy, or with `release` possibly a view.
 
         Args:
             name: name of the parameter or buffer.
@@ -136,8 +136,7 @@ class StoragePlan:
             yield name, shard
 
     def parameter(self, name: str, local: Tensor, original: nn.Parameter) -> nn.Parameter:
-        """Return the parameter that stores `local`, this rank's shard, with the hooks of the user's
-        parameter `original`."""
+        """Make `local`, this rank's shard, a parameter with the hooks of the user's `original`."""
         shard = partial(self.shard, name, is_parameter=True)
         if name in self.initialization.names and self.devices.is_distributed:
             pending = self.initialization.pending
@@ -169,7 +168,7 @@ def store_in_place(module: nn.Module, plan: StoragePlan) -> None:
     tensors = _collect_parameters_and_buffers(module)
     # Before parameters are replaced: `adopt` finds new parameters by the origins of the old ones.
     origins, parameters = mark_origins(module, module), _pop_unreplaced_tensors(tensors, plan)
-    references = _ReferencesToTensors(module, tensors)
+    references = _TensorReferences(module, tensors)
     for name, shard in plan.shards(dict(tensors)):
         original = tensors.pop(name)
         stored: Tensor | None = shard
@@ -188,7 +187,7 @@ def store_in_place(module: nn.Module, plan: StoragePlan) -> None:
 def stored_copy(module: nn.Module, plan: StoragePlan) -> nn.Module:
     """Return a copy of `module` with DTensor parameters, and with buffers on the device.
 
-    `module` is unchanged, except that `plan.release` empties its parameters.
+    `module` is unchanged, except that with `plan.release` its parameters become empty tensors.
 
     Raises:
         DeferredError: for a deferred tensor that cannot be initialized.
@@ -223,7 +222,7 @@ def copied_parameters(module: nn.Module, excluded: Collection[int]) -> dict[int,
     }
 
 
-class _ReferencesToTensors:
+class _TensorReferences:
     """The references of a module and its submodules to tensors: registries and plain attributes."""
 
     def __init__(self, module: nn.Module, tensors: dict[str, Tensor]) -> None:
@@ -245,16 +244,15 @@ class _ReferencesToTensors:
         self._tensors_in_attributes = {id(leaf) for leaves in mentioned for leaf in leaves}
 
     def replace(self, tensor: Tensor, new: Tensor | None) -> None:
-        """Replace registered references to `tensor` by `new`; `finish` replaces references in plain
-        attributes."""
+        """Replace the registered parameter or buffer `tensor` by `new`; `finish` replaces it in
+        plain attributes."""
         for registry, name in self._registered.pop(id(tensor)):
             registry[name] = new
         if id(tensor) in self._tensors_in_attributes:
             self._replaced[id(tensor)] = tensor, new
 
     def finish(self, module: nn.Module) -> None:
-        """Replace tensors in plain attributes of `module`'s submodules by the tensors passed to
-        `replace`."""
+        """Apply all calls of `replace` to plain attributes of the submodules."""
 
         def renewed(leaf: Any) -> Any:
             return self._replaced[id(leaf)][1] if id(leaf) in self._replaced else leaf

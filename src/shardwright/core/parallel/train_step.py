@@ -52,7 +52,7 @@ class StepInputs:
         return [micro_batch(self.leaves, index, count, self.batch_dims) for index in range(count)]
 
     def changed(self, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the entries of `buffers` that the step has replaced by new tensors."""
+        """Return the `buffers` that the step has updated: they are new tensors."""
         # By identity: a program returns a new tensor for each buffer that it updates.
         return {name: t for name, t in buffers.items() if t is not self.buffers.get(name)}
 

@@ -62,8 +62,7 @@ OF_OTHER_STAGE = "of_other_stage"
 still refer."""
 
 Placeholder = tuple[dict[str, Any], str, str]
-"""Where a module registers a tensor: the dictionary `_parameters` or `_buffers` of a submodule, the
-key of the tensor in it, and the full name of the tensor in the model."""
+"""(`_parameters` or `_buffers` of a submodule, key of a tensor in it, full name of the tensor)."""
 
 
 class Initialization:
@@ -142,7 +141,7 @@ class Initialization:
         self._placeholders.clear()
 
     def memo_of_copy(self) -> dict[int, None]:
-        """Return a memo with which `copy.deepcopy` puts None in place of the placeholders."""
+        """Return a memo for `copy.deepcopy` that replaces placeholders by None."""
         return {id(registry[leaf]): None for registry, leaf, _ in self._placeholders}
 
     @contextmanager
@@ -273,12 +272,11 @@ class Initialization:
                     mark_uninitialized(own_buffers(child)[name])  # type: ignore[arg-type]
 
     def of_copy(self) -> Initialization:
-        """Return the initialization of a copy of the module, whose shards are ordinary."""
+        """Return the initialization of a copy of the module; the copy has ordinary shards."""
         return Initialization(self._devices, self.names)
 
     def end(self, module: nn.Module) -> None:
-        """End the initialization: make all remaining parameters ordinary. Their values were loaded,
-        e.g. from a checkpoint, or no program reads them."""
+        """Make all remaining parameters ordinary: their values were loaded, or are not needed."""
         with _without_weak_references(module):
             self._remove_placeholders()
             for tensor in _find_uninitialized_parameters(module).values():

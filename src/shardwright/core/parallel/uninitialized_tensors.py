@@ -103,7 +103,9 @@ class Uninitialized(Tensor):
         substituted = dict[int, Tensor]()
         # Before `to_empty` there is no record: operators only check shapes on the meta device.
         substitute = (
-            _substitute_meta if any(t.full is None for t in tensors) else _substitute_deferred
+            _substitute_meta_tensor
+            if any(t.full is None for t in tensors)
+            else _substitute_deferred_tensor
         )
         args, kwargs = pytree.tree_map_only(
             Tensor, partial(substitute, substituted), (args, kwargs)
@@ -115,17 +117,15 @@ class Uninitialized(Tensor):
         return pytree.tree_map_only(Tensor, lambda t: substituted.get(id(t), t), results)
 
     def is_initialized(self) -> bool:
-        """Whether operators are recorded that initialize the full tensor."""
+        """Whether the record contains an operator that initializes the full tensor."""
         return self.full is not None and is_initialized(self.full)
 
     def view_with(self, full: Deferred | None) -> Self:
-        """Return a tensor that shares this tensor's memory, and whose operators are recorded in
-        `full`."""
+        """Return an alias of this tensor's memory, whose operators are recorded in `full`."""
         raise NotImplementedError
 
     def with_memory(self, device: torch.device) -> Tensor:
-        """Return a replacement of this tensor with memory on `device`, whose operators are
-        recorded."""
+        """Return a copy of this tensor with memory on `device`; operators on it are recorded."""
         raise NotImplementedError
 
     def on_meta(self) -> Tensor:
@@ -146,14 +146,13 @@ class UninitializedShard(Uninitialized, DTensor):
 
     @classmethod
     def of(cls, local: Tensor, like: DTensor, pending: PendingInit) -> UninitializedShard:
-        """Return a shard in the memory of `local` with the mesh, placements and shape of `like`."""
+        """Wrap `local` as a shard with the mesh, placements and shape of `like`."""
         result = dtensor_of_class(cls, local, spec_of(like))
         assert isinstance(result, UninitializedShard)
         return result._attach_initialization(pending, None)
 
     def to_local(self, **kwargs: Any) -> Tensor:
-        """Return this rank's shard with its recorded values, or uninitialized if no values are
-        recorded."""
+        """Return this rank's shard, with its recorded values, if any."""
         self.make_ordinary_with_value()
         # Not this method: the class of the object is now `DTensor`.
         return self.to_local(**kwargs)
@@ -167,7 +166,7 @@ class UninitializedShard(Uninitialized, DTensor):
         return self.redistribute(*args, **kwargs)
 
     def make_ordinary_with_value(self) -> None:
-        """Make this shard an ordinary DTensor, with recorded values if values were recorded."""
+        """Make this shard an ordinary DTensor, and write its recorded values, if any."""
         if self.full is not None and is_initialized(self.full):
             self.store(value_of(self.full))
         self.make_ordinary()
@@ -192,8 +191,7 @@ class UninitializedShard(Uninitialized, DTensor):
         Uninitialized._register_user_hooks(self)
 
     def allocate_memory(self) -> None:
-        """Make this shard an ordinary DTensor with recorded values, or with uninitialized
-        memory."""
+        """Allocate this shard, make it an ordinary DTensor, and write recorded values, if any."""
         if local_tensor(self).is_meta:
             # Swapped, so that the parameter stays the object to which optimizers refer.
             new = nn.Parameter(self.with_memory(self.pending.device), self.requires_grad)
@@ -285,8 +283,8 @@ class UninitializedTensor(Uninitialized, Tensor):
         return self.new_memory(torch.device("meta"))
 
 
-def _substitute_meta(substituted: dict[int, Tensor], tensor: Tensor) -> Tensor:
-    """Return an ordinary meta tensor in place of an `Uninitialized`; other tensors unchanged.
+def _substitute_meta_tensor(substituted: dict[int, Tensor], tensor: Tensor) -> Tensor:
+    """Return an ordinary meta tensor for an `Uninitialized`; other tensors unchanged.
 
     Args:
         substituted: filled with the replaced tensors, by id of the meta tensor.
@@ -300,9 +298,9 @@ def _substitute_meta(substituted: dict[int, Tensor], tensor: Tensor) -> Tensor:
     return ordinary
 
 
-def _substitute_deferred(substituted: dict[int, Tensor], tensor: Tensor) -> Tensor:
-    """Return the deferred full tensor in place of an `Uninitialized`; other tensors as full tensors
-    on the CPU, where the record is replayed.
+def _substitute_deferred_tensor(substituted: dict[int, Tensor], tensor: Tensor) -> Tensor:
+    """Return the deferred full tensor of an `Uninitialized`; gather other tensors to the CPU, where
+    the record is replayed.
 
     Args:
         substituted: filled with the replaced tensors, by id of the deferred tensor.
@@ -319,7 +317,7 @@ def _substitute_deferred(substituted: dict[int, Tensor], tensor: Tensor) -> Tens
 
 
 def mark_uninitialized(tensor: Tensor) -> None:
-    """Fill `tensor` with NaN, or the smallest integer of its dtype, for `is_uninitialized`."""
+    """Fill `tensor` with NaN or the smallest integer, by which `is_uninitialized` recognizes it."""
     with torch.no_grad():
         if tensor.is_floating_point() or tensor.is_complex():
             tensor.fill_(torch.nan)

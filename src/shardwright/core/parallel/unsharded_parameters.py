@@ -40,9 +40,8 @@ class UnshardedParameters:
     - `level3`: the program gathers. `tensors()` returns the local shards as leaves.
 
     Buckets that need no gather are reduced once per step at every level. Parameters without a
-    bucket are cast once per step, if at all, and gradients of all micro-batches flow through that
-    cast into the local shard. For a program lowered without `unsharded`, `tensors()` returns local
-    shards.
+    bucket are cast at most once per step, and all micro-batches share the cast. For a program
+    lowered without `unsharded`, `tensors()` returns local shards.
 
     Args:
         program: the program, with the buckets that are gathered and reduced.
@@ -64,7 +63,7 @@ class UnshardedParameters:
         self._accumulators: dict[int, list[Tensor]] = {}
 
     def begin_step(self, shards: Mapping[str, Tensor]) -> None:
-        """Begin a step, and start the gathers that `tensors` waits for.
+        """Begin a step: start the gathers whose results `tensors()` returns.
 
         Args:
             shards: this rank's local shards by name.
@@ -190,8 +189,7 @@ class UnshardedParameters:
         return self._accumulators[number]
 
     def _start_gradient_reduction(self, bound: BoundBucket) -> Tensor | None:
-        """Start reducing a bucket's accumulated gradients; return the pending result, or None if
-        the bucket has no gradient."""
+        """Start the reduction of a bucket's accumulated gradients; None if it has no gradient."""
         number = bound.bucket.number
         # The accumulators, where the stored dtype differs from that of the computation.
         leaves = self._accumulators.get(number) or self._gathered.get(number, [])
@@ -205,8 +203,7 @@ class UnshardedParameters:
 
 
 class _AccumulateInStoredDtype(torch.autograd.Function):
-    """Return `tensor`; the backward pass gives its gradient to `accumulator`, in the dtype of
-    `accumulator`."""
+    """Identity of `tensor`; the backward pass casts its gradient and passes it to `accumulator`."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, accumulator: Tensor) -> Tensor:

@@ -175,7 +175,7 @@ def _replace_shards(
     # Tied parameters are gathered once, under their first name.
     first_names = {id(parameter): name for name, parameter in template.named_parameters()}
     for name, planned in template.named_parameters(remove_duplicate=False):
-        _set_module_tensor(net, name, parameters[first_names[id(planned)]], undo)
+        _replace_tensor_temporarily(net, name, parameters[first_names[id(planned)]], undo)
     owned_buffers = dict(net.named_buffers())
     for name, planned_buffer in template.named_buffers():
         # One stage has all buffers in full already.
@@ -184,10 +184,10 @@ def _replace_shards(
                 execution, name, planned_buffer, owned_buffers.get(name)
             )
             if name not in owned_buffers:
-                _set_module_tensor(net, name, full_buffer, undo)
+                _replace_tensor_temporarily(net, name, full_buffer, undo)
 
 
-def _set_module_tensor(net: nn.Module, name: str, tensor: Tensor, undo: ExitStack) -> None:
+def _replace_tensor_temporarily(net: nn.Module, name: str, tensor: Tensor, undo: ExitStack) -> None:
     path, _, leaf = name.rpartition(".")
     owner = net.get_submodule(path)
     # Also None, in place of a tensor of another stage, is restored.

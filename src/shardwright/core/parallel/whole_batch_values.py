@@ -28,13 +28,12 @@ Buffers = dict[str, Tensor]
 
 
 def batch_reduction(graph: Graph) -> WholeBatch:
-    """Return the `WholeBatch` that combines losses of micro-batches into the loss of the batch; a
-    mean if the graph was not analyzed."""
+    """Return how losses of micro-batches combine to the loss of the batch; by default as a mean."""
     return graph.whole_batch if isinstance(graph.whole_batch, WholeBatch) else WholeBatch()
 
 
 class GlobalBatchValues:
-    """Computation of the global-batch values that micro-batches read, on each rank that reads them.
+    """Computation of values of the global batch, on each rank whose micro-batches read them.
 
     Args:
         partitioned: the model with all its stages, for one micro-batch.
@@ -96,7 +95,7 @@ class GlobalBatchValues:
         return [tensors[value] for value in graph.output_values]
 
     def _gather_global_input(self, value: Value, leaf: Tensor) -> Tensor:
-        """Return input `value` for the global batch, gathered if `leaf` is this rank's shard."""
+        """Gather input `value` for the global batch; `leaf` is the tensor passed to this rank."""
         for dim, axes in enumerate(self._arrivals.get(value.name, ())):
             if axes:
                 leaf = all_gather(dim, self._devices.group(axes))(leaf.detach())
