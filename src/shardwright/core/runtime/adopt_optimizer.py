@@ -25,11 +25,10 @@ AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 
 @dataclass(eq=False)
 class ParameterOrigin:
-    """The identity of a parameter of a user's model, shared with the planned parameters that
-    replace the parameter.
+    """The link between a parameter of the user's model and the planned parameters that replace it.
 
-    Each of these parameters has the `ParameterOrigin` as its attribute `origin`. The
-    `ParameterOrigin` keeps no tensor alive, so that the original model can be freed after planning.
+    All of them have the same `ParameterOrigin` as their attribute `origin`. It keeps no tensor
+    alive, so that the original model can be freed after planning.
 
     Args:
         name: name of the parameter in the model.
@@ -84,7 +83,7 @@ def mark_planned(
     for name, parameter in parameters.items():
         parameter.origin = origins[name]  # type: ignore[attr-defined]
         parameter.model_origins = model_origins  # type: ignore[attr-defined]
-    _refuse_steps_without_gradients()
+    _refuse_steps_of_unused_optimizers()
 
 
 def adopt(optimizer: AnyOptimizer, net: nn.Module) -> AnyOptimizer:
@@ -187,11 +186,11 @@ def _is_planned_parameter(parameter: Tensor) -> bool:
 
 # Cached, so that the hook is registered once per process.
 @cache
-def _refuse_steps_without_gradients() -> None:
-    """Make optimizer steps raise `PlanError` if the optimizer's parameters have no gradients, but
-    the corresponding parameters of the planned (or of the original) model have gradients.
+def _refuse_steps_of_unused_optimizers() -> None:
+    """Make an optimizer step raise `PlanError` if the gradients are in another model.
 
-    Without the error the step would silently change no parameter.
+    An optimizer over the original parameters, with gradients in the planned model, would change no
+    parameter, and conversely.
     """
 
     def before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

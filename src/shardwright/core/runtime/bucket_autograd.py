@@ -12,11 +12,11 @@ in both directions. If `start` starts a sum over replicas in the backward pass, 
 the first lines of the program and so waits last. Otherwise `enter` is placed beside `start`, so
 that the gradients of a bucket are accumulated before those of the next bucket arrive.
 
-All parameters of a `local_map` are gathered before its code runs, and so `finish` would run after
-the whole backward pass of the code. There `finish` runs as soon as its gradients are complete. The
-code may differ between ranks, as it may depend on values, but all ranks must issue collectives in
-one order: each `finish` depends on a result of the `finish` before, its *turn*, so that autograd
-runs them in reverse order.
+All parameters of a `sw.local_map` function are gathered before the function runs, and so autograd
+would run `finish` after the backward pass of the full function. There `finish` instead runs as soon
+as its gradients are complete. The function may branch differently on each rank, but all ranks must
+issue collectives in one order. So each `finish` also takes a result of the previous `finish`, its
+*turn*, which makes autograd run them in reverse order.
 """
 
 from __future__ import annotations
@@ -89,8 +89,7 @@ class StartGather:
 
 @dataclass(frozen=True)
 class ReuseGathered:
-    """Call that returns the cached gathered members of a bucket; replaces `StartGather`, without
-    communication."""
+    """Call that returns the cached gathered members of a bucket, in place of `StartGather`."""
 
     bound: BoundBucket
 
@@ -104,9 +103,8 @@ class ReuseGathered:
 class FinishGather:
     """Call that waits for the all-gather of a bucket, and returns its unsharded parameters.
 
-    If called with `turn`, the last result of the preceding bucket's call, the call also returns an
-    empty tensor as the next `turn`. The dependency makes autograd reduce the gradients of all
-    buckets in one order on all ranks.
+    Argument `turn` is an empty tensor that the previous bucket's call returned last, or None. The
+    dependency makes autograd reduce buckets in the same order on all ranks.
 
     Args:
         bound: the bucket, bound to process groups.
@@ -126,12 +124,10 @@ class FinishGather:
 
 @dataclass(frozen=True)
 class UseAsStored:
-    """Call that returns the parameters of a bucket that needs no all-gather, or whose gathered
-    parameters are cached.
+    """Call that returns the parameters of a bucket without an all-gather: unsharded or cached.
 
-    If called with `turn`, the last result of the preceding bucket's call, the call also returns an
-    empty tensor as the next `turn`. The dependency makes autograd reduce the gradients of all
-    buckets in one order on all ranks.
+    Argument `turn` is an empty tensor that the previous bucket's call returned last, or None. The
+    dependency makes autograd reduce buckets in the same order on all ranks.
     """
 
     bound: BoundBucket

@@ -162,8 +162,14 @@ class BoundBucket:
         return flat
 
     def sum_replicas(self, flat: Tensor) -> Tensor:
-        """If `reduce` started a reduce-scatter, wait for its result and start the all-reduce over
-        replicas, if there are any; return the pending flat result, for `shard_gradients`."""
+        """Wait for the reduce-scatter, if any, and start the all-reduce over replicas, if any.
+
+        Args:
+            flat: result of `reduce`.
+
+        Returns:
+            The pending flat gradient, for `shard_gradients`.
+        """
         if self.replicas is None or not self._has_reduce_scatter:
             return self._wait_for_collective(flat) if self._has_reduce_scatter else flat
         flat = self._wait_for_collective(flat)
@@ -209,8 +215,8 @@ class BoundBucket:
 
     @cached_property
     def _block_dim_permutations(self) -> list[tuple[int, ...]]:
-        """For each member, the permutation that moves the dimensions of the all-gathers, which
-        enumerate shards, in front of the tensor dimensions that they shard."""
+        """For each member, the permutation from [all-gathers, tensor dimensions] to each tensor
+        dimension preceded by the all-gathers that concatenate it."""
         orders = []
         count = len(self.gathers)
         for member, shape in zip(self.bucket.members, self.shapes, strict=True):

@@ -53,7 +53,9 @@ class ProgramLine:
         shown = shorten(
             lines[self.line - 1].partition("; del ")[0], MAX_LINE_LENGTH, placeholder=" …"
         )
-        return f"`{shown}` (line {self.line} of the program{self._describe_operator(lines)})"
+        return (
+            f"`{shown}` (line {self.line} of the program{self._describe_operator_of_line(lines)})"
+        )
 
     @property
     def computes(self) -> bool:
@@ -62,9 +64,9 @@ class ProgramLine:
         above = self.source.splitlines()[self.line - 2].strip()
         return above.startswith("# ") and not above.startswith("# bucket ")
 
-    def _describe_operator(self, lines: list[str]) -> str:
-        """Return the operator of the line or, for a redistribution, the operator that reads its
-        result: the next operator after the line that finishes the redistribution.
+    def _describe_operator_of_line(self, lines: list[str]) -> str:
+        """Return the operator of this line; for a redistribution, the operator that reads its
+        result.
 
         Args:
             lines: the stripped lines of the program.

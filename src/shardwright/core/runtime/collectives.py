@@ -42,8 +42,8 @@ class Collective:
     Args:
         start: starts the collective on a local tensor and returns the pending result.
         finish: waits for the pending result and returns the result, in the given dtype.
-        joined: dimension in which the result is concatenated, and number of blocks, if the pending
-            result has the blocks along dimension 0; None if the pending result has its final shape.
+        joined: (dimension of concatenation, number of blocks) if the pending result has its blocks
+            along dimension 0; None if it has its final shape.
     """
 
     start: TensorFunction
@@ -54,8 +54,7 @@ class Collective:
         return self.finish(self.start(x), x.dtype)
 
     def pending_shape(self, shape: Sequence[int]) -> list[int]:
-        """Return the shape of the collective's pending result, given the shape of its final
-        result."""
+        """Return the shape of the pending result, given the `shape` of the final result."""
         pending = list(shape)
         if self.joined is not None:
             dim, blocks = self.joined
@@ -96,7 +95,7 @@ def reduce_scatter(dim: int, group: Group) -> Collective:
     def start(x: Tensor) -> Tensor:
         # The collective splits along dimension 0, in the order of the group's ranks.
         if dim != 0 or not group.in_order:
-            x = torch.cat(_split_into_blocks_of_ranks(x.chunk(group.size, dim), group), 0)
+            x = torch.cat(_order_blocks_by_rank(x.chunk(group.size, dim), group), 0)
         out: Tensor = c10d.reduce_scatter_tensor(sendable(x), "sum", group.size, group.name)
         return out
 
@@ -108,7 +107,7 @@ def all_to_all(dim: int, to_dim: int, group: Group) -> Collective:
 
     def start(x: Tensor) -> Tensor:
         # The collective exchanges rows: block i along dimension 0 goes to rank i of the group.
-        blocks = torch.cat(_split_into_blocks_of_ranks(x.chunk(group.size, to_dim), group), 0)
+        blocks = torch.cat(_order_blocks_by_rank(x.chunk(group.size, to_dim), group), 0)
         sizes = [blocks.shape[0] // group.size] * group.size
         out: Tensor = c10d.all_to_all_single(sendable(blocks), sizes, sizes, group.name)
         return out
@@ -184,7 +183,7 @@ def join_cells(cells: Tensor, cuts: Sequence[int]) -> Tensor:
     return x.reshape([count * size for count, size in zip(cuts, sizes, strict=True)])
 
 
-def _split_into_blocks_of_ranks(blocks: tuple[Tensor, ...], group: Group) -> list[Tensor]:
+def _order_blocks_by_rank(blocks: tuple[Tensor, ...], group: Group) -> list[Tensor]:
     ordered = list(blocks)
     # Shard i goes to the rank that owns it, at position `order[i]` of the group.
     for block, position in zip(blocks, group.order, strict=True):
@@ -329,8 +328,8 @@ def _bind_permutation(targets: Sequence[int], axes: Axes, devices: Devices) -> B
 def _get_send_and_receive_counts(
     targets: Sequence[int], axes: Axes, devices: Devices
 ) -> tuple[Group, list[Index], list[Index]]:
-    """Return the group over `axes`, and for each rank of the group whether this rank sends to it,
-    and receives from it (1 or 0).
+    """Return (group over `axes`, blocks sent to each rank, blocks received from each rank), for a
+    permutation of one block per rank.
 
     Args:
         targets: for each position in the group, the position of the rank to which it sends.
@@ -359,7 +358,7 @@ def _bind_cell_exchange(exchange: CellExchange, group: Group, devices: Devices) 
     sizes = devices.matrix.device_matrix
 
     def row(table: tuple[tuple[int, ...], ...]) -> list[Index]:
-        """Return this rank's row of a table with one row per position of the group."""
+        """Return this rank's row of `table`, which has one row per rank of the group."""
 
         def entry(column: int) -> Index:
             return devices.per_rank(

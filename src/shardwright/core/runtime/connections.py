@@ -22,8 +22,8 @@ def close_connections(store: Store) -> None:
     """Shut down the connections that other ranks have opened to this process.
 
     Collectives of gloo, which cannot be interrupted otherwise, then raise an error on both ranks of
-    a connection. One of two ranks has opened their connection, so if both call this function, all
-    connections between them are shut down.
+    a connection. Each connection was opened by one of its ranks, so all connections are shut down
+    once both ranks have called this function.
 
     Args:
         store: the store of the process group; connections to its server stay open.

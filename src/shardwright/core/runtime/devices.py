@@ -219,7 +219,7 @@ class Devices:
             ranks + self.stage * self.matrix.num_devices,
             mesh_dim_names=joined.alias_names,
         )
-        _num_stages_by_mesh_hash()[hash(mesh)] = self.stages
+        _get_num_stages_by_mesh_hash()[hash(mesh)] = self.stages
         return replace(self, mesh=mesh, mesh_axes=mesh_axes, mesh_matrix=joined)
 
     def group(self, axes: Axes) -> Group:
@@ -301,8 +301,11 @@ class Devices:
         return str(own_group.group_name)
 
     def _find_or_create_subgroup(self, ranks: list[list[int]]) -> dist.ProcessGroup | None:
-        """Create or reuse a process group for each list of ranks, and return the group of this
-        rank; None if no list contains this rank. Collective over the default process group."""
+        """Create or reuse a process group per list of ranks. Collective over all ranks.
+
+        Returns:
+            The group of this rank; None if no list contains this rank.
+        """
         # By partition instead of axes, as two device matrices may divide the ranks in the same way.
         key = tuple(sorted(map(tuple, ranks)))
         if key not in self._subgroups:
@@ -311,9 +314,8 @@ class Devices:
 
 
 @cache
-def _num_stages_by_mesh_hash() -> dict[int, int]:
-    """Return the number of pipeline stages of each planned `DeviceMesh` of this process, by
-    hash."""
+def _get_num_stages_by_mesh_hash() -> dict[int, int]:
+    """Return the number of pipeline stages by hash of each planned `DeviceMesh` of this process."""
     return {}
 
 
@@ -323,7 +325,7 @@ def stages_of_plan(mesh: DeviceMesh) -> int | None:
     Meshes are compared by hash instead of identity, as DTensor's sharding cache may return an equal
     mesh of another DTensor.
     """
-    return _num_stages_by_mesh_hash().get(hash(mesh))
+    return _get_num_stages_by_mesh_hash().get(hash(mesh))
 
 
 def all_coordinates(matrix: DeviceMatrix) -> Iterator[tuple[int, ...]]:

@@ -272,8 +272,10 @@ def _normalize_dim(placement: Shard | StridedShard, ndim: int) -> int:
 def _insert_axis_by_split_factor(
     axes: Axes, axis: int, placement: Placement, layout: DeviceMatrix
 ) -> Axes:
-    """Insert `axis` into `axes` after the axes whose sizes multiply to the `split_factor` of
-    `placement`, or first if `placement` has no `split_factor`.
+    """Insert `axis` into the axes that shard one dimension, from outermost to innermost.
+
+    A `split_factor` is the product of the sizes of the axes before `axis`; without one, `axis` is
+    first.
 
     Args:
         axes: the axes to the right of `axis` that shard the same dimension.

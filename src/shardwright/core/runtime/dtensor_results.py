@@ -44,7 +44,7 @@ def correct_dtensor_results() -> None:
     for operator in RANDOM_OPERATORS:
         set_operator_handler(operator, partial(_draw_full_tensor, operator))
     for operator in DRAWS_FROM_VALUES:
-        set_operator_handler(operator, partial(_draw_from_full_tensor, operator))
+        set_operator_handler(operator, partial(_draw_from_gathered_arguments, operator))
 
 
 def _gather_and_read_item(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -76,7 +76,7 @@ def _draw_full_tensor(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[
     )
 
 
-def _draw_from_full_tensor(
+def _draw_from_gathered_arguments(
     operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Gather the arguments of a random operator, run the operator on the first rank of the mesh,

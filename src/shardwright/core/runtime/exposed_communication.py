@@ -64,8 +64,7 @@ class WaitTimer:
             intervals.add(start, intervals.timestamp(), sign)
 
     def exclude(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `function` wrapped so that its time does not count as waiting, for computation
-        within a measured wait."""
+        """Wrap `function`, which computes within a measured wait, to subtract its time."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             # Waits of collectives within the function count themselves.

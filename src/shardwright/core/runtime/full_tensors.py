@@ -83,22 +83,21 @@ def _assigns_scalar_by_mask(
 
 
 def _have_equal_layouts(arguments: Sequence[Any]) -> bool:
-    """Whether the DTensors that an operator combines have equal layouts without partial sums, and
-    all ordinary tensors have one element.
+    """Whether an operator can run on shards: its DTensors have equal layouts without partial sums,
+    and its ordinary tensors one element.
 
-    An operator combines the tensors at equal positions of list arguments with each other, and with
-    the tensors outside lists.
+    Only tensors at equal positions of list arguments need equal layouts, as in `torch._foreach_*`.
     """
     lists = [list(each) for each in arguments if isinstance(each, list | tuple)]
     if lists and all(isinstance(tensor, DTensor) for tensor in arguments[:1]):
         # The indices of `index_put_`: they belong to the tensor itself.
         return _have_combinable_layouts([*arguments, *(leaf for each in lists for leaf in each)])
     return _have_combinable_layouts(arguments) and all(
-        map(_have_combinable_layouts, _iterate_tensors_by_position(lists))
+        map(_have_combinable_layouts, _group_tensors_by_list_position(lists))
     )
 
 
-def _iterate_tensors_by_position(lists: Sequence[Sequence[Any]]) -> Iterator[list[Any]]:
+def _group_tensors_by_list_position(lists: Sequence[Sequence[Any]]) -> Iterator[list[Any]]:
     for index in range(max(map(len, lists), default=0)):
         yield [each[index] for each in lists if index < len(each)]
 
@@ -121,8 +120,7 @@ def compute_on_full_tensors(
     """Gather the arguments of an operator on all ranks, and run the operator on full tensors.
 
     Returns:
-        The results as replicated DTensors; for a result that is an argument changed in place, the
-        argument.
+        The results as replicated DTensors; arguments that were changed in place as themselves.
     """
     gathered: dict[int, tuple[DTensor, Tensor]] = {}
 

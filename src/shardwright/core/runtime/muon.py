@@ -65,14 +65,14 @@ def _step_on_full_matrices(
     muon_momentum_bufs: Sequence[Tensor],
     **options: Any,
 ) -> None:
-    """Replace a step of `Muon`: call `original` for matrices that are not sharded, and update local
-    shards from full orthogonalized matrices."""
+    """Run a step of `Muon`: `original` on unsharded matrices, `_update_shards_of_matrices` on the
+    others."""
     matrices = list(zip(params, grads, muon_momentum_bufs, strict=True))
-    sharded = [each for each in matrices if _are_shards_of_matrix(*each)]
+    sharded = [each for each in matrices if _are_sharded_alike(*each)]
     sharded_ids = {id(param) for param, *_ in sharded}
     # Replicated matrices need no communication.
     others = [
-        tuple(map(detached_local, each)) if _are_replicated_dtensors(*each) else each
+        tuple(map(detached_local, each)) if _are_all_replicated(*each) else each
         for each in matrices
         if id(each[0]) not in sharded_ids
     ]
@@ -81,19 +81,19 @@ def _step_on_full_matrices(
         _update_shards_of_matrices(sharded, **options)
 
 
-def _are_shards_of_matrix(*matrix: Tensor) -> bool:
-    return _have_equal_placements(matrix) and any(
+def _are_sharded_alike(*matrix: Tensor) -> bool:
+    return _have_placements_for_muon(matrix) and any(
         _is_shard_placement(placement) for placement in _get_placements(matrix[0])
     )
 
 
-def _are_replicated_dtensors(*matrix: Tensor) -> bool:
-    return _have_equal_placements(matrix) and all(
+def _are_all_replicated(*matrix: Tensor) -> bool:
+    return _have_placements_for_muon(matrix) and all(
         placement.is_replicate() for placement in _get_placements(matrix[0])
     )
 
 
-def _have_equal_placements(matrix: Sequence[Tensor]) -> bool:
+def _have_placements_for_muon(matrix: Sequence[Tensor]) -> bool:
     """Whether a parameter, its gradient and its momentum are DTensors of real ranks with equal
     shards."""
     return all(isinstance(x, DTensor) and type(detached_local(x)) is Tensor for x in matrix) and (
@@ -226,7 +226,10 @@ def _find_ranks_of_matrix(
     call.
 
     Args:
-        world: the default process group. Equal meshes of another one have other process groups.
+        mesh: the mesh of the matrix, a DTensor.
+        placements: the placements of the matrix.
+        shape: the full shape of the matrix.
+        world: the default process group, as part of the cache key.
     """
     sizes = tuple(mesh.shape)
     matrix = DeviceMatrix(sizes, tuple(f"axis{number}" for number in range(len(sizes))))

@@ -100,9 +100,8 @@ class DelayedWeight(NamedTuple):
 
     Args:
         weight: the weight; detached if its gradient is delayed.
-        gradient, x: placeholders that take no memory. Autograd passes the gradient of the layer's
-            output, and the layer's input, as their gradients to `DelayGradient`. None if the weight
-            requires no gradient.
+        gradient, x: placeholders that take no memory; None if the weight requires no gradient.
+            Their gradients in autograd are the gradient of the layer's output, and its input.
     """
 
     weight: Tensor

@@ -40,10 +40,10 @@ def move_hooks(stored: Tensor, parameter: Tensor, shard: Shard) -> None:
         (accumulation_hooks(parameter), stored.register_post_accumulate_grad_hook),
     ):
         for number in hooks:
-            register(_convert_hook_for_shards(hooks, number, shard))  # type: ignore[no-untyped-call]
+            register(_adapt_hook_to_sharded_gradient(hooks, number, shard))  # type: ignore[no-untyped-call]
 
 
-def _convert_hook_for_shards(hooks: Mapping[int, Hook], hook_id: int, shard: Shard) -> Hook:
+def _adapt_hook_to_sharded_gradient(hooks: Mapping[int, Hook], hook_id: int, shard: Shard) -> Hook:
     def converted(tensor: Tensor) -> Tensor | None:
         # The user has removed the hook through its handle, which refers to the original parameter.
         if hook_id not in hooks:

@@ -2,10 +2,12 @@
 
 Every rank counts its collective calls. If a rank begins and ends no call for `IDLE_SECONDS`
 seconds, a thread writes the state of the rank to the store of the process group, and rank 0
-compares the states. If the ranks are deadlocked, all raise the same error within seconds; each
-closes its connections to other ranks, so that ranks blocked in a collective wake. Other calls do
-not access the store, except calls that wait for all ranks before they communicate: calls that one
-rank might make alone by mistake, and calls that differ from those predicted by `ExpectedCalls`.
+compares the states. If the ranks are deadlocked, all raise the same error within seconds. Each
+closes its connections to other ranks, so that ranks blocked in a collective wake.
+
+Some calls wait in the store for all ranks before they communicate: calls that one rank might make
+alone by mistake, and calls that `ExpectedCalls` did not predict. Other calls do not access the
+store.
 """
 
 from __future__ import annotations
@@ -63,8 +65,8 @@ POLL_INTERVAL = 0.5
 """Polling interval of the thread that watches a rank's calls, in seconds."""
 
 MAX_WAIT = 15.0
-"""Maximum seconds for which a rank waits for other ranks before an asynchronous call or a call with
-a source rank, which this rank may finish before other ranks begin the call."""
+"""Maximum seconds of waiting for other ranks before an asynchronous call, or one with a source
+rank, which this rank may finish before other ranks begin it."""
 
 WARN_AFTER = 20.0
 """Seconds of waiting for other ranks in one call, after which a rank logs one warning."""
@@ -104,8 +106,8 @@ class RankCalls:
         self._expected = ExpectedCalls()
         self._last_barrier = ""
         self._has_differed = self._is_retry = False
-        """Whether the last collective call, and the one before it, raised a `DataError` on this
-        rank while other ranks may still wait in that call."""
+        """Whether the last collective call raised a `DataError` on this rank, and whether the
+        current call repeats such a call."""
         self._written, self._seen_changes = "", 0
         self._request = 0
         """Number of rank 0's latest request for current states of all ranks; 0 without a
@@ -115,7 +117,7 @@ class RankCalls:
         # With a weak reference, so that a destroyed group is freed; a daemon, as it may block in
         # the store.
         self._thread = threading.Thread(
-            target=self._exchange_states_until_end, args=(ref(world),), daemon=True
+            target=self._watch_rank_until_end, args=(ref(world),), daemon=True
         )
         self._thread.start()
         # Not `atexit`, whose functions processes of `multiprocessing` do not call.
@@ -172,7 +174,7 @@ class RankCalls:
 
     @contextmanager
     def backward_passes(self) -> Iterator[None]:
-        """Context of a call of autograd, whose first backward pass through a model is counted."""
+        """Context of `torch.autograd.backward`, in which `begin_backward` counts one call."""
         # Calls of autograd may be nested, as in a reentrant checkpoint.
         is_within_another, self._in_backward = self._in_backward, False
         try:
@@ -270,7 +272,7 @@ class RankCalls:
     @contextmanager
     def explaining_errors(self) -> Iterator[None]:
         """Context that replaces errors of closed connections by the common error of all ranks, if
-        that is set."""
+        any."""
         try:
             yield
         except (ShardwrightError, CommunicationError):
@@ -297,8 +299,7 @@ class RankCalls:
             raise self._make_exception_from_error() from error
 
     def _read_or_set_common_error(self) -> None:
-        """Read the error that all ranks raise, or set the error if a rank exited before the call
-        that this rank waits in."""
+        """Read the common error from the store, or set it if another rank has exited too early."""
         if self._barrier_store.check(["error"]):
             self.error = self._barrier_store.get("error").decode()
         elif self._barrier_store.check(["a rank has ended"]):
@@ -311,7 +312,7 @@ class RankCalls:
             if self.error:
                 self._barrier_store.set("error", self.error)
 
-    def _exchange_states_until_end(self, world: ref[dist.ProcessGroup]) -> None:
+    def _watch_rank_until_end(self, world: ref[dist.ProcessGroup]) -> None:
         with suppress(RuntimeError):  # The store is gone, and with it the run.
             # A later default group has a counter and a thread of its own.
             while (
@@ -376,8 +377,8 @@ class RankCalls:
 
 
 @cache
-def _calls_by_group() -> WeakKeyDictionary[dist.ProcessGroup, RankCalls]:
-    """Hook the counting into collectives; return this rank's counters by default process group."""
+def _get_counters_by_group() -> WeakKeyDictionary[dist.ProcessGroup, RankCalls]:
+    """Return the counters by default process group; the first call hooks into collectives."""
     around_backward(_count_backward_passes)
     around_world_collectives(_count_world_collective)
     around_redistributions(_count_redistribution)
@@ -385,7 +386,7 @@ def _calls_by_group() -> WeakKeyDictionary[dist.ProcessGroup, RankCalls]:
 
 
 @cache
-def _get_default_group_counter() -> Iterator[int]:
+def _get_default_group_numbers() -> Iterator[int]:
     return count()
 
 
@@ -396,16 +397,17 @@ def rank_calls() -> RankCalls | None:
     """
     if not has_other_ranks():
         return None
-    groups, world = _calls_by_group(), dist.group.WORLD
+    groups, world = _get_counters_by_group(), dist.group.WORLD
     assert world is not None
     if world not in groups:
-        groups[world] = RankCalls(world, next(_get_default_group_counter()))
+        groups[world] = RankCalls(world, next(_get_default_group_numbers()))
     return groups[world]
 
 
 def collective_call(name: str, devices: Devices | None = None) -> AbstractContextManager[None]:
-    """Return the context of a call that all ranks must make, and that one rank might make alone by
-    mistake. Waits for all ranks before the call communicates.
+    """Return the context of a collective call that waits until all ranks have begun the call.
+
+    For calls that one rank might make alone by mistake, such as saving a checkpoint.
 
     Args:
         name: name of the call, equal on all ranks.
@@ -460,21 +462,21 @@ def _count_backward_passes() -> AbstractContextManager[None]:
 
 
 def counted_call(name: str, *, waits: bool = True) -> AbstractContextManager[None]:
-    """Return the context of a call that all ranks make; no effect before the first `rank_calls()`
-    and outside the main thread.
+    """Return the context that counts a collective call.
+
+    No effect before the first `rank_calls()`, and outside the main thread.
 
     Args:
         name: name of the call, equal on all ranks.
-        waits: whether no rank returns before all ranks have begun the call. False for an
-            asynchronous call or one with a source rank: a rank may have to return before others can
-            begin.
+        waits: whether the call returns only after all ranks have begun it; False for asynchronous
+            calls and calls with a source rank.
     """
     world = dist.group.WORLD
     # Other threads, such as those of asynchronous checkpoints, make their calls in no fixed order
     # with those of the main thread.
     if threading.current_thread() is not threading.main_thread() or world is None:
         return nullcontext()
-    calls = _calls_by_group().get(world)
+    calls = _get_counters_by_group().get(world)
     max_wait = math.inf if waits else MAX_WAIT
     return nullcontext() if calls is None else calls.call(name, max_wait=max_wait)
 

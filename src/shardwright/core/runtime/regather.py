@@ -40,7 +40,7 @@ class GatheredView:
 
 @dataclass(eq=False)
 class PackedBucket:
-    """A gathered bucket that the backward pass of one run reads.
+    """A gathered bucket that the backward pass reads.
 
     Args:
         bound: the bucket, bound to process groups.
@@ -157,10 +157,10 @@ class RegatherRun:
 
 
 class BackwardRegather:
-    """Record of the buckets that a program gathers while it runs eagerly, for the backward pass.
+    """Recorder of the buckets that the forward pass of a program gathers, for the backward pass.
 
-    Buckets are recorded neither in compiled programs nor in recomputed segments, which gather their
-    parameters again themselves.
+    Not used in compiled programs and recomputed segments, which gather their parameters again
+    themselves.
     """
 
     def __init__(self) -> None:
@@ -168,8 +168,7 @@ class BackwardRegather:
 
     @contextmanager
     def run(self) -> Iterator[RegatherRun]:
-        """Context of one run of the program, in which saved tensors pass through the run's
-        hooks."""
+        """Context of one run of the program, with the saved-tensor hooks of a `RegatherRun`."""
         run = RegatherRun()
         self._run = run
         try:

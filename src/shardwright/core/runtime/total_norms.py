@@ -67,17 +67,17 @@ class StageParameters:
         return StageParameters(dict(module.named_parameters()), stages_of_names, devices, dtype)
 
     def counted_memory(self) -> dict[Hashable, bool]:
-        """Return, for each parameter and gradient of this stage, whether the stage includes it in
-        norms; by `_make_memory_key`.
+        """Return whether this stage includes each of its parameters and gradients in norms.
 
-        The first of the stages that own a parameter includes it.
+        Only the first of the stages that own a parameter includes it. Keys are storage locations
+        (`_make_storage_key`).
         """
         result: dict[Hashable, bool] = {}
         for name, parameter in self.parameters.items():
             counts = min(self.stages[name]) == self.devices.stage
-            result[_make_memory_key(parameter)] = counts
+            result[_make_storage_key(parameter)] = counts
             if parameter.grad is not None:
-                result[_make_memory_key(parameter.grad)] = counts
+                result[_make_storage_key(parameter.grad)] = counts
         return result
 
     def stages_below(self, path: str) -> set[int]:
@@ -142,7 +142,7 @@ class TotalNorms:
                 "`math.inf`"
             )
         counts = {key: n for model in models for key, n in model.counted_memory().items()}
-        stage_tensors = [tensor for tensor in measured if _make_memory_key(tensor) in counts]
+        stage_tensors = [tensor for tensor in measured if _make_storage_key(tensor) in counts]
         for tensor in stage_tensors:
             if models[0].devices.mesh is not None and not isinstance(tensor, DTensor):
                 raise PlanError(
@@ -150,11 +150,11 @@ class TotalNorms:
                     " pipeline stages\npass the DTensors of parameters or gradients, whose norm is"
                     " computed over all devices and stages"
                 )
-        other_tensors = [tensor for tensor in measured if _make_memory_key(tensor) not in counts]
+        other_tensors = [tensor for tensor in measured if _make_storage_key(tensor) not in counts]
         norms = [_compute_norm_on_mesh(group, norm_type) for group in self.groups(other_tensors)]
         dtypes = [norm.dtype for norm in norms] + [model.dtype for model in models]
         if models:
-            counted = [tensor for tensor in stage_tensors if counts[_make_memory_key(tensor)]]
+            counted = [tensor for tensor in stage_tensors if counts[_make_storage_key(tensor)]]
             # The all-reduce is over the default process group, which all models share.
             norms.append(norm_over_devices(counted, models[0].devices, norm_type))
         # In float64, so that combining the norms loses no digits.
@@ -195,7 +195,7 @@ def _find_models_in_norm_call(
     # Perhaps a stage without the requested parameters, whose rank must join the collective.
     if not listed:
         return list(models.values())[:1]
-    memory = {_make_memory_key(tensor) for tensor in listed}
+    memory = {_make_storage_key(tensor) for tensor in listed}
     return [model for model in models.values() if not memory.isdisjoint(model.counted_memory())]
 
 
@@ -205,8 +205,8 @@ def _compute_norm_on_mesh(tensors: list[Tensor], norm_type: float) -> Tensor:
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
-def _make_memory_key(tensor: Tensor) -> Hashable:
-    """Return (storage, offset, size) of the local shard; the `id` of a sparse tensor."""
+def _make_storage_key(tensor: Tensor) -> Hashable:
+    """Return (storage, offset, size) of the local shard or, of a sparse tensor, the `id`."""
     local = detached_local(tensor)
     if local.layout is not torch.strided:
         return id(tensor)

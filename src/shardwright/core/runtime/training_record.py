@@ -110,8 +110,7 @@ def training_record() -> TrainingRecord:
 
 
 def _are_planned_parameters(parameters: Sequence[Tensor]) -> bool:
-    """Whether the first parameter belongs to a model that is planned for all ranks, without
-    pipeline stages; with stages, ranks have different parameters."""
+    """Whether all ranks train these parameters: a model planned for all ranks in one stage."""
     first = next(iter(parameters), None)
     if not isinstance(first, DTensor) or stages_of_plan(first.device_mesh) != 1:
         return False
