@@ -58,8 +58,7 @@ def rule_of(op: Op) -> ShardingRule | None:
 
 
 _CACHED_RULES: WeakKeyDictionary[Op, tuple[int, ShardingRule | None]] = WeakKeyDictionary()
-"""The sharding rule of each operator that was looked up, with the number of rules registered then;
-the rule is None if none was registered for the operator."""
+"""(Number of rules registered at the lookup, sharding rule or None) of each operator looked up."""
 
 
 def _find_rule(op: Op) -> ShardingRule | None:
@@ -83,8 +82,10 @@ def is_random(op: Op) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _RuleCacheKey:
-    """Cache key under which operators with equal targets, shapes, dtypes and arguments share a
-    sharding rule; comparisons ignore `op`, an operator with this key."""
+    """Cache key of a sharding rule: the properties of `op` that determine the rule.
+
+    `op` itself is not compared, so that equal operators share a rule.
+    """
 
     maker: RuleMaker
     target: Any

@@ -89,10 +89,10 @@ def _make_cross_entropy_reductions(
 
 
 def _count_class_sums(op: Op) -> int:
-    """Return the number of values per token that devices with different classes add up.
+    """Return the number of values per token that are summed over the class shards.
 
-    These are Σ exp z and Σ a z, for logits z minus their maximum and weighted target probabilities
-    a; Σ a unless it is 1; and, with class weights, the weight of the target class.
+    With logits z minus their maximum, and weighted target probabilities a, the values are Σ exp z,
+    Σ a z, Σ a unless it is 1, and with class weights the weight of the target class.
     """
     if _has_probability_targets(op):
         return 3
@@ -151,8 +151,7 @@ def _build_sharded_classes_kernel(op: Op, local: LocalSharding) -> Callable[...,
 def _sum_local_classes_for_indices(
     scores: Tensor, arguments: Mapping[str, Any], first: Any, classes: int
 ) -> tuple[Tensor, ...]:
-    """Return partial sums of the cross entropy over this device's classes, each with the shape of
-    the targets, for targets that are class indices.
+    """Sum the terms of the cross entropy over this device's classes, for class indices as targets.
 
     With scores z and weighted target probabilities a, the sums are Σ a z and, with class weights,
     Σ a and the weight of the target class.
@@ -189,8 +188,8 @@ def _sum_local_classes_for_indices(
 def _sum_local_classes_for_probabilities(
     scores: Tensor, arguments: Mapping[str, Any], first: Any, classes: int
 ) -> tuple[Tensor, ...]:
-    """Return partial sums of the cross entropy over this device's classes, for targets that are
-    class probabilities: Σ a z and Σ a, with scores z and weighted target probabilities a.
+    """Sum the terms of the cross entropy over this device's classes, for class probabilities as
+    targets: Σ a z and Σ a, with scores z and weighted target probabilities a.
 
     Args:
         scores: logits minus their maximum over all classes, `[..., local classes]`.

@@ -58,8 +58,7 @@ def embedding(op: Op) -> ShardingRule:
 
 
 def _find_local_table_rows(op: Op, local: LocalSharding) -> tuple[Any, int, int]:
-    """Return the index of the first table row on this device, the number of local rows, and the
-    number of rows of the full table."""
+    """Return (first table row on this device, number of local rows, number of all rows)."""
     total = op.inputs[0].shape[0]
     size = total // local.shard_counts["v"]
     return local.index("v") * size, size, total

@@ -22,13 +22,14 @@ from shardwright.core.rules.rule import Kernel, LocalSharding
 
 
 def other_shard_mask(indices: Tensor, first: Any, size: int, total: int) -> Tensor:
-    """Return a mask of the indices that belong to other devices' shards of a dimension of size
-    `total`.
+    """Return a mask of the indices that are in other devices' shards.
 
     An index out of range is not masked, so that every device raises the error of the lookup.
 
     Args:
+        indices: indices into the full dimension.
         first, size: first index and size of this device's shard.
+        total: size of the full dimension.
     """
     in_this_block: Tensor = (indices >= first) & (indices < first + size)
     in_range: Tensor = (indices >= 0) & (indices < total)
@@ -37,7 +38,7 @@ def other_shard_mask(indices: Tensor, first: Any, size: int, total: int) -> Tens
 
 @dataclass(frozen=True)
 class IndexedDims:
-    """Dimensions of an operator's first input that its index argument selects from.
+    """Dimensions that an operator such as `gather` or `scatter` indexes in its first input.
 
     Args:
         argument: name of the argument with the indices: a tensor or a list of tensors.
@@ -66,15 +67,22 @@ class IndexedDims:
         def build(op: Op, local: LocalSharding) -> Callable[..., Any]:
             write = self._build_indexed_kernel(op, local, self._write_local_elements)
             sharded = [factor for factor in self.added if local.shard_counts.get(factor, 1) > 1]
-            return self._include_first_input_once(op, local, write, sharded) if sharded else write
+            return (
+                self._add_first_input_on_first_shard_only(op, local, write, sharded)
+                if sharded
+                else write
+            )
 
         return build
 
-    def _include_first_input_once(
+    def _add_first_input_on_first_shard_only(
         self, op: Op, local: LocalSharding, write: Callable[..., Any], sharded: Sequence[str]
     ) -> Callable[..., Any]:
-        """Return `write` with zeros in place of the first input on all but the first shard of the
-        added rows, so that the sum over devices includes the first input once."""
+        """Wrap `write`, a kernel that adds rows to its first input, for sharded rows.
+
+        All but the first shard of the rows add to zeros, so that the sum over devices includes the
+        first input once.
+        """
         bind, shards = argument_binder(op), [local.index(factor) for factor in sharded]
         name = next(iter(schema_parameters(op.target)))
 

@@ -272,8 +272,8 @@ def index_put(op: Op) -> ShardingRule | None:
 
 
 def _is_additive_write(op: Op) -> bool:
-    """Whether a write adds its rows to its first input, so that writes of shards of the rows are
-    partial sums."""
+    """Whether a write, such as `scatter_add`, adds rows to its first input, so that rows can be
+    sharded."""
     # Booleans have no sum.
     if op.output.dtype == torch.bool:
         return False

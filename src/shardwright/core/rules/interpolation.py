@@ -286,7 +286,7 @@ def nearest_rule(num_spatial: int) -> RuleMaker:
                 strict=False,
             )
             # Each original row becomes new / old rows of its own shard.
-            if _repeats_rows_equally(op, old, new, scale)
+            if _repeats_each_row_equally_often(op, old, new, scale)
         }
         space = tuple(factor if factor in multiples else None for factor in SPACE[:num_spatial])
         dims: Dims = (*("b", "c")[:count], *space)
@@ -297,7 +297,7 @@ def nearest_rule(num_spatial: int) -> RuleMaker:
     return rule
 
 
-def _repeats_rows_equally(op: Op, size: int, count: int, scale: float | None) -> bool:
+def _repeats_each_row_equally_often(op: Op, size: int, count: int, scale: float | None) -> bool:
     """Whether nearest-neighbor resizing of `size` rows to `count` repeats each row `count / size`
     times."""
     # A scale that is passed has priority over the sizes. It is compared, as PyTorch's CPU kernels

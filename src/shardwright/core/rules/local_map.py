@@ -46,8 +46,10 @@ def local_map_rule(op: Op) -> ShardingRule:
 
 
 def _shardable_dim_names(declared: Declaration) -> list[str]:
-    """Return the dimension names of inputs that can be sharded, in order of first occurrence: every
-    output has the name, or is declared a partial sum or mean."""
+    """Return the dimension names of inputs that can be sharded, in order of first occurrence.
+
+    Every output must have the name, or be declared a partial sum or mean.
+    """
     names = dict.fromkeys(name for dims in declared.input_dims for name in dims if name is not None)
     pairs = list(zip(declared.output_dims, declared.partial, strict=True))
     return [n for n in names if all(n in dims or partial for dims, partial in pairs)]
@@ -58,8 +60,7 @@ def _build_local_map_kernel(op: Op, local: LocalSharding) -> Callable[..., Any]:
     declared, counts = call.declaration, local.shard_counts
 
     def num_terms(dims: DimNames) -> int:
-        """Return the number of shards whose local results are added up to a result with dimensions
-        `dims`."""
+        """Return the number of terms in the sum of local results with dimensions `dims`."""
         return prod(count for name, count in counts.items() if name not in dims)
 
     pairs = zip(declared.output_dims, declared.partial, strict=True)

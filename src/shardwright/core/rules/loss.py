@@ -126,8 +126,8 @@ def nll_loss(op: Op) -> ShardingRule:
 
 
 def target_count_reduction(op: Op, shard_counts: Mapping[str, int]) -> tuple[Reduction, ...]:
-    """Return the all-reduce of the number (or total weight) of valid targets, or () unless the
-    samples of a mean loss are sharded."""
+    """Return the all-reduce that counts (or weighs) valid targets; () unless samples of a mean loss
+    are sharded."""
     # Sharded classes do not change the number of targets.
     sharded = tuple(name for name, count in shard_counts.items() if name != "v" and count > 1)
     if call_arguments(op)["reduction"] != MEAN or not sharded:

@@ -145,13 +145,13 @@ def _describe_output_difference(
                 return f"output {number} has local shape {list(shape)}, expected {list(expected)}"
         sharded_dims = [dim for dim, axes in enumerate(layout.axes) if axes]
         joined = torch.cat([first, second], sharded_dims[0]) if sharded_dims else first + second
-        if not _is_close(joined, full):
+        if not _is_close_to_expected(joined, full):
             joining = "concatenate" if sharded_dims else "add up"
             return f"the local outputs do not {joining} to output {number}"
     return ""
 
 
-def _is_close(joined: Tensor, expected: Tensor) -> bool:
+def _is_close_to_expected(joined: Tensor, expected: Tensor) -> bool:
     # Only floating-point numbers are rounded; booleans cannot be subtracted.
     if not (expected.is_floating_point() or expected.is_complex()):
         return torch.equal(joined, expected)

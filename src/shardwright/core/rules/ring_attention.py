@@ -132,15 +132,13 @@ def ring_kernel(op: Op, local: LocalSharding) -> Callable[..., Any]:
 
 
 def _swap_last_rows(block: Tensor, count: int, swap: Reduce) -> Tensor:
-    """Replace the last `count` local rows by the last `count` rows of the device with which rows
-    are swapped."""
+    """Exchange the last `count` rows with another device, and return the block with its rows."""
     first, last = torch.split(block, [block.shape[-2] - count, count], -2)
     return torch.cat((first, swap(last)), -2)
 
 
 AttentionBlock = tuple[slice, slice, BlockIndex | None]
-"""Rows of queries, rows of keys, and the diagonal of the causal mask between both; None without a
-mask."""
+"""(Rows of queries, rows of keys, diagonal of the causal mask between both or None)."""
 
 
 @dataclass(frozen=True)
@@ -213,8 +211,7 @@ class _AttentionRing:
 def _find_consecutive_row_ranges(
     blocks: Sequence[BlockIndex], rows: int, swapped: int
 ) -> list[tuple[slice, BlockIndex]]:
-    """Return the ranges of local rows with consecutive positions, each with the position of its
-    first row.
+    """Return (local rows, position of the first row) of each range with consecutive positions.
 
     Args:
         blocks: index of this device's rows, and of the rows that it swaps, in units of `rows`.

@@ -276,8 +276,10 @@ class ShardingRule:
         return frozenset(factor for name in dims for factor in self.factors_of_dim(name))
 
     def indivisible_factor(self, mesh: DeviceMatrix, cuts: Cuts) -> str | None:
-        """Return the first inner factor in `joined` whose capacity is not divisible by the product
-        of the shard counts of this factor and its outer factors; None if all are divisible."""
+        """Return the first inner factor in `joined` that has too many shards, or None.
+
+        Its shard count times those of its outer factors must divide its capacity.
+        """
         # The capacity of a factor that is alone on its dimension already bounds its own cuts.
         for factor in self.joined.values():
             shards = prod(mesh.size(cuts.get(f, ())) for f in self.factors_of_dim(factor))

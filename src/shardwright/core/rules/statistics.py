@@ -185,8 +185,8 @@ def extreme_combination(*, largest: bool, shared_by_nans: bool = False) -> Shard
 
 
 class _SplitGradientOverTies(torch.autograd.Function):
-    """Return the result `value`; the backward pass distributes its gradient over `values` in
-    proportion to `weights`."""
+    """Identity of `value`, the extreme of all shards, whose gradient goes to `values`, the extremes
+    of the shards, in the proportions `weights`."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, value: Tensor, weights: Tensor) -> Tensor:
@@ -201,8 +201,14 @@ class _SplitGradientOverTies(torch.autograd.Function):
 
 
 def extreme_index_combination(*, largest: bool, with_value: bool) -> ShardCombination:
-    """Return the `ShardCombination` for `argmax`, or `argmin` if not `largest`; if `with_value`,
-    for `max` or `min` along a dimension. The first of equal elements wins."""
+    """Return the `ShardCombination` for `argmax`, or with `with_value` for `max` along a dimension.
+
+    The first of equal elements wins.
+
+    Args:
+        largest: False for `argmin` and `min`.
+        with_value: whether to return the element in addition to its index.
+    """
 
     def local(shard: InputShard) -> Statistics:
         rows, flat, shape = _flatten_combined_dims(shard)
@@ -260,8 +266,8 @@ def _convert_to_global_index(shard: InputShard, index: Tensor, sizes: Sequence[i
 
 
 def _replace_later_shards(shard: InputShard, gathered: Tensor, neutral: float) -> Tensor:
-    """Replace the statistics of this shard and of later shards by `neutral`, so that a sum or
-    product over all shards includes only the earlier shards."""
+    """Replace the statistics of this and later shards by `neutral`, the neutral element of a sum
+    or product over the earlier shards."""
     # A mask instead of a slice: with many simulated ranks `shard_index` is a `SymInt`, whose value
     # differs from rank to rank.
     numbers = torch.arange(shard.num_shards, device=gathered.device)

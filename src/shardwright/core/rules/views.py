@@ -142,8 +142,8 @@ def _build_broadcast_tensors_kernel(op: Op, local: LocalSharding) -> Callable[..
 
 @rule_for(*overloads("repeat", "tile"))
 def repeat_rule(op: Op) -> ShardingRule:
-    """Repetition of a tensor, `b _ -> b s`: each shard of a repeated or new dimension has a number
-    of repetitions, each of the full tensor."""
+    """Repetition of a tensor, `b _ -> b s`: a repeated dimension is sharded by repetitions, so the
+    input is replicated in it."""
     dims = factor_names(op.output)
     (x,) = aligned_to_output(op, dims)
     # Dimensions that the repetition adds in front have size 1 before it.

@@ -32,11 +32,11 @@ SPACE = ("s", "t", "u")
 
 
 def largest_shard_count(size: int, is_valid: Callable[[int], bool]) -> int:
-    """Return the largest divisor of `size` all of whose own divisors above 1 satisfy `is_valid`.
+    """Return the largest divisor of `size` whose divisors are all valid shard counts.
 
     Args:
         size: number of rows or windows of a dimension.
-        is_valid: whether the dimension can be divided into a number of shards.
+        is_valid: whether a dimension supports the given shard count, above 1.
     """
     # Divisors come in pairs, one of each up to the square root.
     small = [n for n in range(1, isqrt(size) + 1) if size % n == 0]
@@ -49,10 +49,14 @@ def largest_shard_count(size: int, is_valid: Callable[[int], bool]) -> int:
 class SlidingDim(Protocol):
     """A window or a resizing (`interpolation`) that slides along one dimension of an image.
 
-    `dim` and `factor` identify the dimension, and the number of shards must divide `capacity`. The
-    halo of a shard has `num_rows_before` rows of the previous shard and `num_rows_after` rows of
-    the next shard, or of padding. The shard reads `num_rows` of its rows with halo, from
-    `halo_start`.
+    Attributes:
+        dim: the dimension.
+        factor: factor of the dimension.
+        capacity: the number that the shard count must divide.
+
+    The halo of a shard has `num_rows_before` rows of the previous shard and `num_rows_after` rows
+    of the next shard, or of padding. Of its rows and halo the shard reads `num_rows` rows, from
+    index `halo_start` on.
     """
 
     @property
