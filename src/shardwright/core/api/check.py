@@ -223,13 +223,13 @@ def check(
         # Most models are the same in float64, so that a second capture is seldom needed.
         # An error may come from a constant of the captured dtype, which the second capture does not
         # have.
-        with suppress(PlanError), _make_float64_copy(net, values) as module:
+        with suppress(PlanError), _with_float64_copy(net, values) as module:
             result = compare(graph_in_float64(captured), module, False)
             if result.passes():
                 return result
         # A capture in float64 has the constants that depend on the dtype, e.g. `finfo(dtype).eps`.
         with (
-            _make_float64_copy(net, values) as module,
+            _with_float64_copy(net, values) as module,
             _convert_float64_errors(plan.pipeline.micro_batches),
             CastsToFloat64(),
         ):
@@ -240,14 +240,16 @@ def check(
         if not paired_operators(captured, double_graph):
             # The model is in another mode than planned, or was changed after planning.
             plan.check_fits(_capture_micro_batch(net, *call, plan, plan.computed_in))
-        with _make_float64_copy(net, values) as module:
+        with _with_float64_copy(net, values) as module:
             return compare(graph_in_float64(captured, double_graph), module, True)
 
 
 @contextmanager
-def _make_float64_copy(net: nn.Module, values: Mapping[str, Tensor]) -> Iterator[nn.Module]:
-    """Context manager that yields a float64 copy of the model. Inside the context, outside
-    references to the model, such as in closures, refer to the copy."""
+def _with_float64_copy(net: nn.Module, values: Mapping[str, Tensor]) -> Iterator[nn.Module]:
+    """Context manager that yields a float64 copy of the model.
+
+    Inside the context, objects that refer to the model, such as closures, refer to the copy.
+    """
     module = module_in_float64(net, values)
     state = ReachableState(module)
     with OuterReferences(net, module, state, follow_ids=True).leading_to_copy():
@@ -321,7 +323,7 @@ def _compare_training(
         zeros=_find_parameters_used_by(graph, opaque),
     )
     # The bytes of the first step, as all steps run the same program.
-    counted, bytes_planned = _compare_sent_bytes(partitioned, outcomes[0])
+    counted, bytes_planned = _select_sent_and_planned_bytes(partitioned, outcomes[0])
     result = Check(
         loss=_get_first_loss(graph, eager_steps),
         loss_difference=differences.output,
@@ -448,9 +450,10 @@ def _find_parameters_used_by(graph: Graph, operators: Sequence[str]) -> frozense
 
 
 def _find_random_ops(eager: EagerTraining) -> tuple[str, ...]:
-    """Return the names of operators that draw random numbers; empty if neither outputs nor
-    gradients depend on the seed. Only gradients depend on the seed if the layer after a random
-    operator is initialized to zeros."""
+    """Return the names of operators that draw random numbers; empty if no result depends on them.
+
+    Gradients are compared too: outputs do not depend on a dropout before a layer of zeros.
+    """
     drawing = random_operators(eager.graph)
     names = tuple(op.name for op in eager.graph.ops if op.name in drawing or _has_random_tag(op))
     if not names:
@@ -480,13 +483,13 @@ def _has_random_tag(op: Op) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(op.target, "tags", ())
 
 
-def _compare_sent_bytes(
+def _select_sent_and_planned_bytes(
     partitioned: Partitioned, outcome: Outcome
 ) -> tuple[tuple[int, int], tuple[int, int]]:
     """Return the counted and the planned bytes that one device sends, each (forward, backward).
 
-    With several stages, returns the bytes of a stage in which counted and planned bytes differ or,
-    if there is none, of the stage with the most planned bytes.
+    The device is in a stage whose counted and planned bytes differ or, if all are equal, in the
+    stage with the most bytes.
     """
     # Simulated stages do not count the inputs that the prologue gathers.
     gathered = prologue_bytes(partitioned, 0) if partitioned.pipeline.stages == 1 else 0

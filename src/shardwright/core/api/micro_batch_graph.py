@@ -52,9 +52,8 @@ class MicroBatchCapture:
 
         By default the batch dimension is dimension 0 of each input whose dimension 0 is as large as
         that of the first input. If micro-batches then do not compute the loss of the global batch,
-        other batch dimensions are tried. The choice with which micro-batches read the fewest
-        elements of the global batch is taken. If no choice works, `graph.whole_batch` is the reason
-        as a string.
+        the function chooses the batch dimensions with which micro-batches read the fewest elements
+        of the global batch. If no choice works, `graph.whole_batch` is the reason as a string.
 
         Args:
             batch_dims: batch dimensions by input name, as specified by the user; None for the
@@ -74,7 +73,7 @@ class MicroBatchCapture:
             try:
                 return self._capture_with_batch_dims(dims), dims
             except CaptureError as error:
-                raise self._choose_capture_error(error) from error
+                raise self._explain_capture_error(error) from error
         graph, failure = None, None
         try:
             graph = self._capture_with_batch_dims(())
@@ -87,11 +86,12 @@ class MicroBatchCapture:
                 return with_other_dims
         if graph is None:
             assert failure is not None
-            raise self._choose_capture_error(failure)
+            raise self._explain_capture_error(failure)
         return graph, ()
 
-    def _choose_capture_error(self, error: ShardwrightError) -> ShardwrightError:
-        """Return the error to raise after the capture of a micro-batch failed with `error`.
+    def _explain_capture_error(self, error: ShardwrightError) -> ShardwrightError:
+        """Return the error to raise in place of `error`, with which the capture of a micro-batch
+        failed.
 
         Raises:
             CaptureError: if the model cannot be captured for the global batch either.
@@ -159,8 +159,8 @@ class MicroBatchCapture:
 
 
 def _may_have_better_batch_dims(graph: Graph) -> bool:
-    """Whether other batch dimensions may be better, because micro-batches do not compute the loss
-    of the global batch, or because they read slices of tensors computed for the global batch."""
+    """Whether other batch dimensions may be better: micro-batches cannot compute the loss of the
+    global batch, or read slices of a tensor that is computed for the global batch."""
     of_batch = graph.whole_batch
     if not isinstance(of_batch, WholeBatch):
         return isinstance(of_batch, str)

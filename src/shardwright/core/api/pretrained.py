@@ -48,10 +48,10 @@ def save_pretrained(net: nn.Module, folder: str | Path, **options: Any) -> None:
         # The other ranks have no full model to write.
         if is_rank_0():
             try:
-                earlier = _find_weight_files(folder)
+                earlier = _get_weight_file_states(folder)
                 with unchanged_configurations(model):
                     save(str(folder), **options)
-                for file, status in _find_weight_files(folder).items():
+                for file, status in _get_weight_file_states(folder).items():
                     # Only files that were written now: the checksum of an earlier, damaged file
                     # would confirm the damage.
                     if status != earlier.get(file):
@@ -64,7 +64,7 @@ def save_pretrained(net: nn.Module, folder: str | Path, **options: Any) -> None:
         raise CheckpointError(error_text)
 
 
-def _find_weight_files(folder: str | Path) -> dict[Path, tuple[int, int, int]]:
+def _get_weight_file_states(folder: str | Path) -> dict[Path, tuple[int, int, int]]:
     """Return (inode, modification time in ns, size in bytes) of each weight file in `folder`."""
     files = sorted(Path(folder).iterdir()) if Path(folder).is_dir() else []
     statuses = {file: file.stat() for file in files if file.suffix in (".safetensors", ".bin")}

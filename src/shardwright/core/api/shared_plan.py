@@ -73,8 +73,7 @@ def _deserialize_plan(text: str) -> Plan:
 def _serialize_graph(graph: Graph | None) -> str:
     """Serialize a graph as text; empty if the graph is None or cannot be serialized.
 
-    Tags of operators and calls are left out, as the plan contains the decisions that follow from
-    them.
+    Omits the user's tags of operators and calls, which the plan already takes into account.
     """
     if graph is None:
         return ""
