@@ -31,8 +31,7 @@ from shardwright.core.rules import is_random
 
 
 def graph_of_micro_batch(flow: SampleFlow) -> Graph:
-    """Return the graph of a micro-batch; the loss of the global batch is the sum or mean of the
-    losses that this graph computes for all micro-batches.
+    """Return the graph of a micro-batch, whose losses sum or average to that of the global batch.
 
     Args:
         flow: states of the values in the graph of the global batch, initially of its inputs;
@@ -106,8 +105,7 @@ def _check_no_unknown_inputs(flow: SampleFlow, op: Op) -> None:
 
 
 def _infer_output_states(flow: SampleFlow, op: Op, free: bool) -> list[SampleState]:
-    """Return the `SampleState` of each output of `op`, which relates values in micro-batches to the
-    value for the global batch.
+    """Return the `SampleState` of each output of `op`: how it depends on the samples of the batch.
 
     Args:
         flow: the states determined so far.

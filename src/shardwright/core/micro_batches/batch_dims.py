@@ -19,10 +19,10 @@ candidate."""
 def sample_dims(graph: Graph) -> dict[Value, int]:
     """Return the batch dimension of each input that has one.
 
-    The batch dimension is dimension 0 of all inputs whose dimension 0 has the size of dimension 0
-    of the first input. If no other input has this size in dimension 0, and a later dimension of the
-    first input shares a factor with dimension 0 of labels or lengths, as with `nn.LSTM`, all
-    dimensions that share this factor are batch dimensions.
+    By default, inputs whose dimension 0 is as large as that of the first input have batch dimension
+    0. If there is no second such input, and a later dimension of the first input shares a factor
+    with dimension 0 of labels or lengths, as with `nn.LSTM`, all dimensions with this factor are
+    batch dimensions.
 
     Args:
         graph: the graph of a batch or micro-batch.
@@ -42,8 +42,10 @@ def sample_dims(graph: Graph) -> dict[Value, int]:
 
 
 def other_sample_dims(graph: Graph) -> tuple[int | None, ...]:
-    """Return the batch dimension of each leaf of a call's arguments, None for leaves without a
-    batch dimension; empty if all batch dimensions are 0."""
+    """Return the batch dimension of each leaf of a call's arguments; () if it is 0 for all inputs.
+
+    None stands for a leaf without a batch dimension.
+    """
     dims = sample_dims(graph)
     if not any(dims.values()):
         return ()
@@ -138,8 +140,7 @@ class JoinedDims:
         )
 
     def of_inputs(self, dims: Mapping[Value, int]) -> dict[Value, int]:
-        """Return, for each input, its first dimension that shares a factor with one of `dims`;
-        inputs without such a dimension are omitted."""
+        """Return, by input, the first dimension that shares a factor with one of `dims`, if any."""
         roots = {self.root_of_group(dim) for dim in dims.items()}
         return {
             value: dim

@@ -31,8 +31,7 @@ def use_of_statistics(op: Op) -> str:
 
 
 def running_statistics(graph: Graph) -> set[Value]:
-    """Return updated buffers, new running statistics, and values that are computed only from
-    updated buffers and running statistics."""
+    """Return updated buffers, new running statistics, and all values computed only from them."""
     statistics = {before for before, _ in graph.updates}
     for op in graph.ops:
         if takes_statistics(op):

@@ -31,7 +31,7 @@ class NotInterpolableError(Exception):
 
 @dataclass
 class GraphsBySize:
-    """The graphs of one model by the sizes of its inputs, each captured or derived once.
+    """Cache of one model's graphs by the sizes of its inputs, each captured or derived once.
 
     Args:
         derive: whether graphs may be derived from two captured graphs.
@@ -70,8 +70,11 @@ class GraphsBySize:
 
     @contextmanager
     def deriving(self, derive: bool) -> Iterator[Callable[[], bool]]:
-        """Context that sets whether graphs may be derived; yields a function that returns whether a
-        derived graph was used in the context."""
+        """Context that sets whether graphs may be derived.
+
+        Yields:
+            A function that returns whether a derived graph was used in the context.
+        """
         before, self.derive = self.derive, derive
         start = self.num_derived
         try:
@@ -90,8 +93,7 @@ class GraphsBySize:
 
 
 def _make_argument_cache_key(leaf: Any) -> Any:
-    """Return the part of the cache key for one leaf of a call: shape and dtype of a tensor, or the
-    object."""
+    """Return the cache key of one leaf of a call: properties of a tensor, or a Python object."""
     # Other objects by identity, as they need not be hashable.
     if not isinstance(leaf, Tensor):
         return type(leaf), leaf if isinstance(leaf, (int, float, str, bool)) else id(leaf)
@@ -126,8 +128,7 @@ def _find_batch_sizes(
 
 
 class _GraphInterpolation:
-    """Derivation of the graph for a batch of size `rows` from the graphs `a` and `b` for batches of
-    sizes `rows_a` and `rows_b`."""
+    """Derivation of the graph for batch size `rows` from graphs for `rows_a` and `rows_b`."""
 
     def __init__(self, a: Graph, b: Graph, rows_a: int, rows_b: int, rows: int) -> None:
         self._a, self._b = a, b

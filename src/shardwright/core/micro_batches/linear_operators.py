@@ -22,14 +22,14 @@ ADDITIVE = frozenset({"add", "sub", "rsub", "cat", "stack", "where"})
 """Names of operators with f(a + b, x + y) = f(a, x) + f(b, y), jointly linear in all operands."""
 
 INDEXED_SUMS = frozenset({"scatter_add", "scatter_reduce", "index_add", "index_put"})
-"""Names of operators that can add slices of a tensor to `op.inputs[0]` at given indices."""
+"""Names of operators that can add slices of one tensor to another tensor at given indices."""
 
 
 def dims_of_indexed_sum(
     op: Op, states: Mapping[Value, SampleState], outside: Collection[Value]
 ) -> tuple[int | None, ...] | None:
-    """Return the batch dimension of each input of an operator such as `index_add` that adds all
-    samples to a tensor without batch dimension; None for any other operator.
+    """Return the batch dimension of each input of an operator that adds all samples to a tensor,
+    such as `index_add`; None for any other operator.
 
     Args:
         op: an operator with an input that is split into micro-batches.

@@ -50,11 +50,12 @@ class MicroBatchGraph:
     def __init__(self, pair: PairedGraphs, count: int) -> None:
         self.pair, self.count = pair, count
         self.replaced: dict[Value, Value] = {}
-        """Values that new operators compute in a micro-batch, by value of the global batch."""
+        """New values of the micro-batch's graph, by the value of the global batch's graph that each
+        replaces."""
         self.shares: dict[Value, Value] = {}
         self.taken: dict[tuple[Value, int | None], Value] = {}
-        """Buffers from which micro-batches read outputs of the prologue, by output and the
-        dimension split into micro-batches (None for outputs read in full)."""
+        """Buffers from which micro-batches read outputs of the prologue, by (output, dimension that
+        is split into micro-batches or None)."""
         self.counts: list[Op] = []
         """Operators of the prologue that are not in the graph of the global batch."""
         self._ops: dict[Op, list[Op]] = {}
@@ -124,8 +125,8 @@ class MicroBatchGraph:
         shared: Iterable[Value] = (),
         numbers: Mapping[str, Any] | None = None,
     ) -> None:
-        """Compute `op` in each micro-batch, with sizes of the micro-batch and all other numbers of
-        the global batch.
+        """Rewrite `op` in the graph of the micro-batch with numbers of the global batch, except
+        sizes.
 
         Args:
             op: an operator in the graph of the global batch.
@@ -136,8 +137,8 @@ class MicroBatchGraph:
             numbers: new values of number arguments, by name.
 
         Raises:
-            UnsplittableError: if a micro-batch of one sample lacks `op`, unless `op` is arithmetic,
-                or lacks a value that `op` reads.
+            UnsplittableError: if the graph for one sample lacks an input of `op`, or lacks `op`
+                itself and `op` is not arithmetic.
         """
         outside, shared = set(outside), set(shared)
 
@@ -164,8 +165,7 @@ class MicroBatchGraph:
     def _insert_uncaptured_op(
         self, op: Op, read: Callable[[Value, int], Value | None], numbers: Mapping[str, Any]
     ) -> None:
-        """Insert an operator that is not captured for a micro-batch of one sample, such as the
-        division in `x / len(x)`."""
+        """Insert an operator that capture omits for one sample, such as `x / len(x)`."""
         # Of arithmetic the shape of the result follows from broadcasting; of other operators it
         # does not.
         if op.short_name not in ARITHMETIC or len(op.outputs) > 1:

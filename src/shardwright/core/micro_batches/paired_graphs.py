@@ -41,7 +41,7 @@ DEPENDENCES_ON_SIZE = (
 
 @dataclass(frozen=True)
 class PairedGraphs:
-    """The graph of the global batch, and the matching operators in the graph of a micro-batch.
+    """Graphs of the global batch and of a micro-batch, with their matching operators and values.
 
     Args:
         batch: graph of the global batch.
@@ -64,15 +64,14 @@ class PairedGraphs:
 
     @cached_property
     def ops(self) -> Mapping[Op, Op]:
-        """Operators of the micro-batch's graph (`micro`), by the matching operator of the global
-        batch (`batch`).
+        """Operators of `micro`, by the matching operator of `batch`.
 
-        Dimensions of size 1 are captured differently: they are broadcast, or dropped from views. So
-        operators of a micro-batch of one sample are matched by their calls and their inputs.
+        Capture broadcasts dimensions of size 1, or drops them from views. So operators of a
+        micro-batch of one sample are matched by their calls and inputs.
         """
         if self.micro is self.twin:
             return self.twin_ops
-        calls = self._match_equal_ops()
+        calls = self._match_ops_by_call()
         ops: dict[Op, Op] = {}
         values = dict(_pair_values(self.batch, self.micro, ops))
         for op in self.batch.ops:
@@ -80,7 +79,7 @@ class PairedGraphs:
             micro_op = calls.get(op)
             if micro_op is None or len(op.inputs) != len(micro_op.inputs):
                 continue
-            views = _ValuesUpToViews(self, ops, values)
+            views = _ValueMatchUpToViews(self, ops, values)
             read = zip(map(views.source_of_inserted, op.inputs), micro_op.inputs, strict=True)
             same_number = len(op.outputs) == len(micro_op.outputs)
             if same_number and all(views.are_paired(*pair) for pair in read):
@@ -88,7 +87,7 @@ class PairedGraphs:
                 values.update(zip(op.outputs, micro_op.outputs, strict=True))
         return ops
 
-    def _match_equal_ops(self) -> Mapping[Op, Op]:
+    def _match_ops_by_call(self) -> Mapping[Op, Op]:
         """Match operators by target, source line and name.
 
         Arithmetic operators are matched by their order on the line: a micro-batch of one sample
@@ -113,8 +112,7 @@ class PairedGraphs:
 
     @cached_property
     def values(self) -> Mapping[Value, Value]:
-        """Values of the micro-batch's graph (`micro`), by the matching value of the global batch
-        (`batch`)."""
+        """Values of `micro`, by the matching value of `batch`."""
         return dict(_pair_values(self.batch, self.micro, self.ops))
 
     def are_paired(self, value: Value, micro_value: Value) -> bool:
@@ -124,7 +122,7 @@ class PairedGraphs:
             value: a value of `batch`.
             micro_value: a value of `micro`.
         """
-        return _ValuesUpToViews(self, self.ops, self.values).are_paired(value, micro_value)
+        return _ValueMatchUpToViews(self, self.ops, self.values).are_paired(value, micro_value)
 
     def check_operators(self, ops: Iterable[Op]) -> None:
         """Check that each operator of a rewritten `micro` matches an operator of `batch`.
@@ -153,7 +151,7 @@ class PairedGraphs:
                 raise UnsplittableError(op, OTHER_ARGUMENTS)
 
     def shape_of_micro_batch(self, value: Value) -> Sequence[int]:
-        """Return the shape that `value`, of `batch` or `micro`, has in a micro-batch."""
+        """Return the shape of `value`, a value of `batch` or `micro`, in a micro-batch."""
         twin = self.twin_values.get(value)
         if twin is None or len(twin.shape) != len(value.shape):
             return value.shape
@@ -180,9 +178,9 @@ class PairedGraphs:
         return max((size // micro_size for size, micro_size in pairs if micro_size), default=1)
 
     def changed_numbers(self, op: Op) -> bool:
-        """Whether number arguments of `op`, an operator of `batch`, depend on the batch size.
+        """Whether a number argument of `op` depends on the batch size, as in `x / len(x)`.
 
-        Sizes, such as the shape of a view, are not compared.
+        Arguments that are sizes, such as the shape of a view, are not compared.
         """
         twin = self.twin_ops[op]
         sizes = _find_size_arguments(op, twin)
@@ -190,7 +188,7 @@ class PairedGraphs:
 
 
 @dataclass(frozen=True)
-class _ValuesUpToViews:
+class _ValueMatchUpToViews:
     """Match between the values of two graphs that differ in views.
 
     Args:
@@ -222,8 +220,8 @@ class _ValuesUpToViews:
         return read_equal_elements(of_batch, of_micro_batch, self.pair.shape_of_micro_batch)
 
     def source_of_inserted(self, value: Value) -> Value:
-        """Return the operand of arithmetic that a micro-batch lacks: `x` if `value` is the result
-        of `x / len(x)`."""
+        """Return `x` if `value` is the result of `x / len(x)`, which capture omits for one sample;
+        otherwise `value`."""
         op = self.pair.batch.producer.get(value)
         while (
             op is not None
@@ -293,8 +291,7 @@ def different_operator(graph: Graph, larger: Graph) -> tuple[Op, str] | None:
 
 
 def _find_size_arguments(op: Op, matching_op: Op) -> frozenset[str]:
-    """Return the names of arguments that determine the shapes of the results of `op`, and so may
-    differ between batch sizes.
+    """Return the names of the arguments of `op` that are sizes, and may differ between batch sizes.
 
     Args:
         op: an operator in the graph of the global batch.
@@ -361,8 +358,7 @@ def numbers_in_arguments(op: Op, sizes: frozenset[str]) -> dict[str, object]:
 def merged_arguments(
     op: Op, micro: Op, read: Callable[[Value, int], Value | None]
 ) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
-    """Merge the arguments of two matching operators: sizes of the micro-batch, and all other
-    numbers of the global batch.
+    """Merge the arguments of two matching operators: numbers of the global batch, except sizes.
 
     Args:
         op: an operator in the graph of the global batch.
@@ -371,8 +367,7 @@ def merged_arguments(
             to read the input of `micro`.
 
     Returns:
-        Positional arguments, keyword arguments, and whether any argument differs from the call in
-        `micro`.
+        (positional arguments, keyword arguments, whether an argument differs from that of `micro`).
     """
     index, changed, sizes = 0, False, _find_size_arguments(op, micro)
 

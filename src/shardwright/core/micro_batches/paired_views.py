@@ -28,7 +28,7 @@ def keeps_elements(op: Op) -> bool:
 
 @dataclass(frozen=True)
 class Viewed:
-    """A value, and the value of which it is a view.
+    """A view, the value that it views, and the view operators between both.
 
     Args:
         result: the view.

@@ -34,8 +34,8 @@ class SampleFlow:
         states: state of each value in the graph of the global batch.
         free: values computed from inputs, buffers and constants only, without random numbers.
         outside: values that the prologue computes once per step for all samples.
-        in_full: inputs that every micro-batch reads in full although dimension 0 has the batch
-            size, and values computed from these inputs only.
+        in_full: inputs of the batch size that every micro-batch nevertheless reads in full, and
+            values computed from these inputs only.
         result: the changes to the graph of the micro-batch.
     """
 
@@ -82,8 +82,8 @@ class SampleFlow:
         return self.per_micro_batch and takes_statistics(op)
 
     def varying_dims(self, value: Value) -> set[int]:
-        """Return the dimensions whose sizes depend on the batch size; {-1} if the rank of `value`
-        depends on the batch size."""
+        """Return the dimensions of `value` whose sizes depend on the batch size; {-1} if their
+        number does."""
         # Values without a match, such as those of the prologue, do not vary.
         twin = self.pair.twin_values.get(value, value)
         if len(value.shape) != len(twin.shape):
@@ -134,8 +134,11 @@ class SampleFlow:
         return split
 
     def shared_values(self, values: Sequence[Value]) -> Sequence[Value]:
-        """Pass each of `values` that the prologue computes to every micro-batch in full; return
-        `values`."""
+        """Pass the outputs of the prologue among `values` to every micro-batch in full.
+
+        Returns:
+            `values`.
+        """
         for value in [each for each in values if each in self.outside]:
             self.result.replaced[value] = self.result.take(value, None)
         return values

@@ -91,12 +91,12 @@ def states_from_sample_inputs(flow: SampleFlow, op: Op) -> list[SampleState]:
         raise UnsplittableError(op, _explain_unsplittable_op(flow, op, why))
     dims = [
         factors.index(factor)
-        if _needs_slice_of_shared_value(flow, value, factors, factor)
+        if _reads_slice_of_shared_value(flow, value, factors, factor)
         else None
         for value, factors in zip(op.inputs, rule.inputs, strict=True)
     ]
     flow.result.emit(
-        op, dims, flow.outside, numbers=_find_changed_number_arguments(flow, op, rule, factor)
+        op, dims, flow.outside, numbers=_compute_local_number_arguments(flow, op, rule, factor)
     )
     reduced: list[SampleState]
     if isinstance(op.target, LocalCall):
@@ -131,8 +131,7 @@ def _explain_unsplittable_op(flow: SampleFlow, op: Op, default_reason: str) -> s
 
 
 def _find_batch_dim_factor(flow: SampleFlow, op: Op, rule: ShardingRule) -> tuple[str | None, str]:
-    """Return (factor of the batch dimension in the rule of `op`, ""), or (None, reason) if `op`
-    mixes samples."""
+    """Return (factor of the batch dimension, ""), or (None, reason) if `op` mixes samples."""
     factors: set[str | None] = set()
     for value, dims in zip(op.inputs, rule.inputs, strict=True):
         state = flow.states[value]
@@ -148,7 +147,7 @@ def _find_batch_dim_factor(flow: SampleFlow, op: Op, rule: ShardingRule) -> tupl
     for value, dims in zip(op.inputs, rule.inputs, strict=True):
         # A value that depends on no sample must be equal for all samples: positional embeddings
         # along the batch dimension would differ between a micro-batch and the batch.
-        if _needs_slice_of_shared_value(flow, value, dims, factor) and value not in flow.outside:
+        if _reads_slice_of_shared_value(flow, value, dims, factor) and value not in flow.outside:
             return None, MIXES
     # The capacity limits the number of micro-batches as it limits the shards of a factor.
     if rule.capacity.get(factor, 0) % flow.count:
@@ -166,11 +165,11 @@ def _find_batch_dim_factor(flow: SampleFlow, op: Op, rule: ShardingRule) -> tupl
     return (None, MIXES) if reduces or selects else (factor, "")
 
 
-def _find_changed_number_arguments(
+def _compute_local_number_arguments(
     flow: SampleFlow, op: Op, rule: ShardingRule, factor: str
 ) -> dict[str, Any]:
-    """Return the number arguments of `op`, by name, that differ between micro-batch and global
-    batch, such as the groups of a norm.
+    """Return new values, by name, of number arguments that depend on the batch size, such as the
+    groups of a norm.
 
     Args:
         flow: the states determined so far.
@@ -201,7 +200,7 @@ def _find_changed_number_arguments(
     return {name: number for name, number in replaced if number != arguments[name]}
 
 
-def _needs_slice_of_shared_value(
+def _reads_slice_of_shared_value(
     flow: SampleFlow, value: Value, factors: Dims, factor: str
 ) -> bool:
     """Whether an operator on a micro-batch reads only a slice of `value`.

@@ -44,9 +44,9 @@ class UnsplittableError(Exception):
 
 
 def sample_dim_of_index(op: Op, states: Mapping[Value, SampleState]) -> int | None:
-    """Return the batch dimension of the output of `x[..., arange(batch_size), i, j]`, where the
-    indices of all samples (state `POSITIONS`) index the batch dimension of `x`; None for any other
-    indexing.
+    """Return the batch dimension of the output of `x[..., arange(batch_size), i, j]`, or None.
+
+    Returns None for other indexing, such as without the indices of all samples (`POSITIONS`).
 
     Args:
         op: an `aten.index` operator.
@@ -66,7 +66,7 @@ def sample_dim_of_index(op: Op, states: Mapping[Value, SampleState]) -> int | No
     from_end = next((d for d, size in enumerate(rows[0].shape) if size > 1), 0) - len(rows[0].shape)
 
     def follows(index: Value) -> bool:
-        """Whether `index` is equal for all samples, or has the same batch dimension as `rows`."""
+        """Whether `index` is equal for all samples, or its batch dimension aligns with `rows`."""
         state, shape = states.get(index), index.shape
         if state == WHOLE:
             return len(shape) < -from_end or shape[from_end] == 1

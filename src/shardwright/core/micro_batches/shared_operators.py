@@ -68,8 +68,8 @@ def states_from_shared_inputs(flow: SampleFlow, op: Op, free: bool) -> list[Samp
 def state_from_positions(flow: SampleFlow, op: Op) -> SampleState | None:
     """Return the state of the output of `op`, which reads the indices of all samples (`POSITIONS`).
 
-    Returns None if `op` neither reshapes the indices nor selects one element or slice of each
-    sample.
+    Returns None unless `op` reshapes the indices, or selects a slice of each sample, as in
+    `logits[arange(len(x)), last]`.
 
     Args:
         flow: the states determined so far.
@@ -97,7 +97,7 @@ def _is_arange_over_samples(flow: SampleFlow, op: Op) -> bool:
 
 
 def _are_slices_equal_along(flow: SampleFlow, value: Value, dim: int) -> bool:
-    """Whether the slices along `dim` of `value`, which does not depend on samples, are equal."""
+    """Whether all slices of `value` along `dim` are equal, as of an expanded tensor."""
     if dim < 0:
         return False
     op = flow.pair.batch.producer.get(value)
