@@ -100,7 +100,7 @@ class Source:
         )
 
     def compile(self, source: str, name: str) -> Callable[..., Any]:
-        """Compile generated source, and return the function `name` that the source defines."""
+        """Compile generated source; return the function `name`, which the source defines."""
         scope = {**self.scope, SOURCE_VARIABLE: source}
         # `runtime/collective_errors.py` recognizes frames of programs by this file name, and reads
         # their lines from `SOURCE_VARIABLE`.
@@ -232,8 +232,7 @@ def nest_segments(
 def _split_at_segment(
     lines: Sequence[Line], segment: str
 ) -> tuple[list[Line], list[Line], list[Line]]:
-    """Return three lists: lines to emit before a segment, lines of the segment, and lines to emit
-    after it."""
+    """Return (lines before a segment, lines of the segment, lines after it), reordered."""
     before: list[Line] = []
     inside: list[Line] = []
     after: list[Line] = []

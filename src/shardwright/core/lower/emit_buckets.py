@@ -96,7 +96,7 @@ class BucketLines:
 
     @cached_property
     def _program_buckets(self) -> tuple[BoundBucket, ...]:
-        """Buckets that the program gathers or reduces, rather than `UnshardedParameters`."""
+        """Buckets that the program gathers or reduces; `UnshardedParameters` handles the others."""
         return tuple(each for each in self.bound if self._is_bucket_in_program(each.bucket))
 
     def _is_bucket_in_program(self, bucket: Bucket) -> bool:
@@ -111,8 +111,10 @@ class BucketLines:
         return name
 
     def member(self, value: Value, route: Sequence[Transfer]) -> str | None:
-        """Emit the steps of `route` that a bucket performs, and return the variable of the
-        resulting parameter; None if `value` is not in a bucket."""
+        """Emit the gather of parameter `value` by its bucket, and return the resulting variable.
+
+        Returns None if no step of `route` is in a bucket.
+        """
         # Buckets coalesce parameters only: activations do not exist at the same time.
         num_bucketed = num_bucketed_steps(route) if value.origin is Origin.PARAMETER else 0
         if not num_bucketed:

@@ -89,7 +89,7 @@ class TransferLines:
         self._started_variables[transfer] = self._emit_step(transfer, "start", function, variable)
 
     def _emit_gradient_delay(self, op: Op, transfer: Transfer) -> None:
-        """Emit the line at which the backward pass computes the delayed weight gradient of `op`."""
+        """Emit the line whose backward pass computes the delayed weight gradient of `op`."""
         weight = self.weight_of(op)
         shape = self.communication.initial_layouts[op.output].shard_shape(op.output.shape)
         x_shape = self.communication.input_layouts[op.name][0].shard_shape(op.inputs[0].shape)

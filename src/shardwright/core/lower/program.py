@@ -191,7 +191,7 @@ class _ProgramEmitter:
             self.source,
             self.chunk.overlaps,
             self._find_pending_loss_transfer(),
-            self._emit_weight,
+            self._emit_weight_redistribution,
         )
         if self.devices.named_ranges:
             self.source.refer(NAMED_RANGE, record_function)
@@ -301,17 +301,17 @@ class _ProgramEmitter:
         route = self.communication.output_routes[loss]
         return route[-1] if route and route[-1].step.operation == "all_reduce" else None
 
-    def _emit_weight(self, op: Op) -> str:
+    def _emit_weight_redistribution(self, op: Op) -> str:
         return self._emit_route(op.inputs[1], self.communication.routes[op.name, 1])
 
     # Operators
 
     def _emit_early_starts(self) -> set[Op]:
-        """Emit, at the top of the program, the launch of two-phase kernels whose communication
-        depends only on inputs, so that the communication overlaps computation.
+        """Emit, at the top of the program, the start of communication that needs only inputs, such
+        as the number of valid targets, so that it overlaps computation.
 
         Returns:
-            The operators emitted to compute the inputs of these kernels.
+            The operators that compute what is communicated, which are emitted too.
         """
         emitted_early: set[Op] = set()
         for op in self.graph.ops:
@@ -350,14 +350,14 @@ class _ProgramEmitter:
             self._emit_biased_layer(self.deferred_linears.pop(op.inputs[0]), op, input_variables[1])
             return
         rule = rule_of(op)
-        args, kwargs = self._localize_arguments(op, rule)
+        args, kwargs = self._make_local_arguments(op, rule)
         # `expression` visits values in the order of `op.inputs`.
         counter = iter(range(len(op.inputs)))
 
         def variable(_: Value) -> str:
             return input_variables[next(counter)]
 
-        function = self._refer_function(op, rule)
+        function = self._name_local_function(op, rule)
         # The layer's weight gradient overlaps a collective of the backward pass
         # (`runtime/overlap.py`).
         if op in self.transfers.delayed:
@@ -392,10 +392,10 @@ class _ProgramEmitter:
         segment = self.communication.segment_of.get(op.name)
         return segment.name if segment is not None else None
 
-    def _localize_arguments(
+    def _make_local_arguments(
         self, op: Op, rule: ShardingRule | None
     ) -> tuple[list[Any], dict[str, Any]]:
-        """Return the arguments of `op`, with output sizes replaced by local sizes."""
+        """Return the arguments of `op`, with local output sizes and the device of this rank."""
         args, kwargs = list(op.args), dict(op.kwargs)
         if rule is not None and rule.sizes is not None:
             # `view(b, s, d)` of a shard has local sizes.
@@ -407,7 +407,7 @@ class _ProgramEmitter:
             kwargs["device"] = self.devices.device
         return args, kwargs
 
-    def _refer_function(self, op: Op, rule: ShardingRule | None) -> str:
+    def _name_local_function(self, op: Op, rule: ShardingRule | None) -> str:
         """Return the name of the function that computes `op` on local tensors."""
         function = self.kernels.of(op)
         # `start` is at the top of the program, in `_emit_early_starts`.

@@ -65,7 +65,7 @@ def find_regions(lines: Sequence[Line], outputs: Collection[str]) -> Regions | N
         return None
     candidates = [
         (_find_returned_variables(remaining, division, outputs), division)
-        for division in _iterate_block_divisions(remaining, *span)
+        for division in _iterate_divisions_into_blocks(remaining, *span)
     ]
     if not candidates:
         return None
@@ -91,8 +91,9 @@ def find_regions(lines: Sequence[Line], outputs: Collection[str]) -> Regions | N
 def compile_regions(
     source: Source, lines: Sequence[Line], header_and_result: tuple[str, str], compiler: Compiler
 ) -> Callable[..., Any] | None:
-    """Return the function of a program whose repeated blocks are one function that is compiled
-    once; None if no blocks repeat.
+    """Return a program as a function that calls one compiled function for all repeated blocks.
+
+    Returns None if no blocks repeat.
 
     Args:
         source: source of the program, with the objects that its lines refer to.
@@ -154,11 +155,16 @@ def _find_longest_run(lines: Sequence[Line]) -> tuple[int, int, int] | None:
     return best
 
 
-def _iterate_block_divisions(
+def _iterate_divisions_into_blocks(
     lines: Sequence[Line], length: int, start: int, covered: int
 ) -> Iterator[tuple[int, int, int]]:
-    """Yield the divisions of a run of `covered` lines into equal blocks, one for each offset at
-    which at least two blocks are equal: (lines per block, first line, number of blocks)."""
+    """Yield (lines per block, first line, number of blocks) for each division into equal blocks.
+
+    Args:
+        lines: the lines of the program.
+        length: number of lines per block.
+        start, covered: first line and number of lines of the run to divide.
+    """
     for first in range(start, start + length):
         count, first_block = 0, _number_variables(lines[first : first + length])
         while first + (count + 1) * length <= start + covered:
@@ -174,8 +180,7 @@ def _iterate_block_divisions(
 def _find_returned_variables(
     lines: Sequence[Line], blocks: tuple[int, int, int], outputs: Collection[str]
 ) -> list[tuple[int, int]]:
-    """Return the positions of variables that are read after their block: (index of the line in the
-    block, index among the names of the line)."""
+    """Return (line in the block, index in the line) of each variable read after its block."""
     length, first, count = blocks
     positions: dict[tuple[int, int], None] = {}
     read_by: dict[str, list[int]] = {}
