@@ -62,7 +62,7 @@ def content_hash(tensor: Tensor) -> Tensor:
 
 
 def sample_of(tensor: Tensor) -> Tensor:
-    """Return a tensor's bytes, of a large tensor only those of equidistant words, as 1-D uint8.
+    """Return a tensor's bytes as 1-D uint8; a large tensor is sampled at equidistant words.
 
     A hash of the result distinguishes batches with different samples, but not large tensors that
     differ in few elements.
@@ -81,7 +81,7 @@ def sample_of(tensor: Tensor) -> Tensor:
 
 
 def host_hash(tensors: Iterable[Tensor]) -> int:
-    """Return the CRC-32 of the bytes of CPU tensors; for some KiB faster than `content_hash`."""
+    """Return the CRC-32 of the bytes of CPU tensors; faster than `content_hash` for a few KiB."""
     result = 0
     for tensor in tensors:
         result = crc32(tensor.numpy().data, result)
@@ -102,7 +102,7 @@ def _multiply_rows(matrix: Tensor, vector: Tensor) -> Tensor:
 
 
 def _make_hash_weights(count: int, device: torch.device) -> Tensor:
-    """Return `count` pseudorandom int64 weights: a variant of SplitMix64 of 1, 2, ..., `count`."""
+    """Return `count` pseudorandom int64 weights: hashes of 1, 2, ... by a variant of SplitMix64."""
     mixed = torch.arange(1, count + 1, device=device) * _MULTIPLIERS[0]
     # SplitMix64 (Steele, Lea and Flood, 2014) shifts by 30, 27 and 31 and fills with zeros; `>>` of
     # int64 tensors copies the sign.

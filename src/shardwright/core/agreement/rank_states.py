@@ -86,7 +86,7 @@ def difference_of_calls(states: Sequence[RankState]) -> str:
         states: the last known state of each rank.
     """
     checks = _made_different_calls, _are_deadlocked, _has_repeated_call
-    if not any(check(*pair) for pair in _pair_different_states(states) for check in checks):
+    if not any(check(*pair) for pair in _pair_distinct_states(states) for check in checks):
         return ""
     # `groupby` joins neighbors only, and within a group ranks are formatted in ascending order.
     ordered = sorted(states, key=lambda state: (str(state), state.rank))
@@ -99,8 +99,10 @@ def difference_of_calls(states: Sequence[RankState]) -> str:
 
 
 def _format_first_difference(states: Sequence[RankState]) -> str:
-    """Describe the first collective call at which the histories of ranks differ, for ranks whose
-    current calls have equal names."""
+    """Describe the first collective call in which the histories of ranks differ, as a clause.
+
+    For ranks whose current calls have equal names.
+    """
     for number in range(1, min(state.count for state in states) + 1):
         # Reversed, so that each call is mapped to its lowest rank.
         calls = {state.call(number): state.rank for state in reversed(states)}
@@ -112,8 +114,7 @@ def _format_first_difference(states: Sequence[RankState]) -> str:
 
 
 def exited_too_early(waiting: RankState, exited: Sequence[RankState]) -> str:
-    """Return an error message if ranks exited before a collective call in which another rank waits;
-    otherwise empty.
+    """Return an error message if ranks exited before the call in which `waiting` waits, else "".
 
     Args:
         waiting: the state of the rank that waits.
@@ -150,9 +151,8 @@ def store_has_ended(waiting: RankState) -> str:
     )
 
 
-def _pair_different_states(states: Sequence[RankState]) -> list[tuple[RankState, RankState]]:
-    """Return all pairs of different states, with one rank per distinct state, as a large run has
-    too many pairs of ranks."""
+def _pair_distinct_states(states: Sequence[RankState]) -> list[tuple[RankState, RankState]]:
+    """Return all pairs of distinct states; one rank stands for all ranks with an equal state."""
     keys = [(s.count, s.calls, s.is_inside, s.waits_in, s.is_retry) for s in states]
     different = list(dict(zip(keys, states, strict=True)).values())
     # Both (a, b) and (b, a), as two of the checks are not symmetric.

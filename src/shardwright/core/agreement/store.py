@@ -31,15 +31,14 @@ BEAT = 1.0
 """Seconds between two heartbeats of rank 0."""
 
 PATIENCE = 60.0
-"""Seconds that other ranks wait for rank 0 to begin the same computation, and for each heartbeat of
-rank 0."""
+"""Seconds that other ranks wait for rank 0 to begin, and then for each heartbeat of rank 0."""
 
 WARN_AFTER = 10.0
 """Seconds after which a rank warns that it waits for rank 0 to begin the same computation."""
 
 FAREWELL = 10.0
-"""Maximum seconds that rank 0, whose process may serve the store, waits until the other ranks have
-read its result."""
+"""Maximum seconds that rank 0 waits for other ranks to read its result, before it may exit and end
+the store."""
 
 PIECE = 4 * 2**20
 """Maximum bytes per entry of the store; `TCPStore` accepts at most 8 MiB."""
@@ -175,10 +174,12 @@ def _send_heartbeats(store: Store) -> Iterator[None]:
 
 
 def _wait_for_key(store: Store, key: str, expected: str = "") -> bool:
-    """Wait for `key` until `PATIENCE` seconds after the last heartbeat of rank 0; return whether
-    `key` exists.
+    """Wait for `key` while rank 0 sends heartbeats; return whether `key` exists.
 
-    After `WARN_AFTER` seconds, warns once that the rank waits for `expected`, if given.
+    Args:
+        store: the store.
+        key: the key.
+        expected: name of the result in a warning after `WARN_AFTER` seconds; empty for no warning.
     """
     beats, deadline = 0, time.monotonic() + PATIENCE
     warns_at = time.monotonic() + WARN_AFTER
