@@ -177,8 +177,7 @@ def _build_operator_rows(
     Args:
         partitioned: the graph with the search's decisions.
         pins: the strategies that the user fixed, by operator.
-        counted_transfers: ids of the transfers whose bytes are in a row; the transfers of the new
-            rows are added.
+        counted_transfers: ids of the transfers whose bytes a row counts already; extended in place.
         predicted: the predicted step time; None without a cluster.
     """
     mesh, cuts, time_model = partitioned.mesh, partitioned.decisions.cuts, None

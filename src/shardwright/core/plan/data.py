@@ -357,8 +357,10 @@ class PlanData:
 
     @cached_property
     def neighbors(self) -> tuple[dict[str, OperatorRow], dict[str, list[tuple[int, OperatorRow]]]]:
-        """The row of each operator, by operator name, and the consumers of each value, by value
-        name: (index among the consumer's inputs, row of the consumer)."""
+        """A dict from operator name to row, and a dict from value name to the value's consumers.
+
+        A consumer is (index of the value among the consumer's inputs, row of the consumer).
+        """
         consumers: dict[str, list[tuple[int, OperatorRow]]] = {}
         for row in self.operators:
             for input_index, (name, _, _) in enumerate(row.inputs):

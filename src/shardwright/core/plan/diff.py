@@ -50,7 +50,7 @@ def differences(first: PlanData, second: PlanData, every: bool = False) -> list[
             if value != other
         ),
         *_join_equal_differences(_compare_operators(first, second, every)),
-        *_join_equal_differences(_compare_storage(first, second)),
+        *_join_equal_differences(_compare_stored_shard_counts(first, second)),
     ]
 
 
@@ -127,8 +127,8 @@ def _describe_recomputation_of_row(row: OperatorRow) -> str:
     return "yes" if row.segment else "no"
 
 
-def _compare_storage(first: PlanData, second: PlanData) -> Iterator[ComparedPair]:
-    """Yield the stored shard counts in both plans of each parameter that both plans have."""
+def _compare_stored_shard_counts(first: PlanData, second: PlanData) -> Iterator[ComparedPair]:
+    """Yield, for each parameter of both plans, its number of stored shards per dim in each plan."""
     for name in first.storage:
         # The line `model` has told already that one model lacks a parameter of the other.
         if name in second.storage:
@@ -146,8 +146,8 @@ def _describe_stored_shard_counts(plan: PlanData, name: str) -> str:
 
 
 def _join_equal_differences(comparisons: Iterable[ComparedPair]) -> Iterator[Difference]:
-    """Yield one `Difference` per property name and pair of values that differ, which lists all
-    operators or parameters with these values."""
+    """Merge comparisons with equal property and equal pair of values into one `Difference`, which
+    names all operators or parameters; skip equal values."""
     groups: dict[tuple[str, str, str], list[str]] = {}
     for name, what, value, other in comparisons:
         if value != other:

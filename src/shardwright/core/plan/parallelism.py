@@ -48,10 +48,10 @@ def axis_parallelism(plan: PlanData, axis: int) -> str:
     that shards no operator."""
     if axis in plan.unused_axes:
         return "replicated"
-    return _find_parallelism_and_meaning(plan.mesh.alias_names[axis])[0]
+    return _look_up_axis_name(plan.mesh.alias_names[axis])[0]
 
 
-def _find_parallelism_and_meaning(axis_name: str) -> tuple[str, str]:
+def _look_up_axis_name(axis_name: str) -> tuple[str, str]:
     # Several axes of equal parallelism are numbered: dp0, dp1.
     return PARALLELISM_OF_AXIS_NAME.get(axis_name.rstrip("0123456789"), ("mixed parallel", ""))
 
@@ -121,9 +121,7 @@ def _find_factor_meaning(row: OperatorRow, factor: str, axes: Axes) -> str:
 
     In plan files without meanings, the name of the first mesh axis that shards the factor decides.
     """
-    return row.meanings.get(factor) or (
-        _find_parallelism_and_meaning(row.cuts[factor][0])[1] if axes else ""
-    )
+    return row.meanings.get(factor) or (_look_up_axis_name(row.cuts[factor][0])[1] if axes else "")
 
 
 def _find_parameter_layouts(row: OperatorRow) -> dict[str, TensorLayout]:

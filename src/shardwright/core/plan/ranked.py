@@ -44,8 +44,7 @@ class PlanKind:
 
     @property
     def requested(self) -> PlanKind:
-        """The kind of plan that options can request: without recomputation, which the memory limit
-        determines."""
+        """This kind of plan with `recomputes` false, as the memory limit decides recomputation."""
         return replace(self, recomputes=False)
 
     def __str__(self) -> str:

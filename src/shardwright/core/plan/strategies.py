@@ -34,7 +34,7 @@ def strategies(plan: PlanData) -> dict[str, FileEntry]:
         for row in plan.operators
         if row.rule is not None and not _is_added_for_micro_batches(row.name, names)
     }
-    for name, storage in _find_separate_storage_layouts(plan):
+    for name, storage in _find_non_default_storage_layouts(plan):
         module, _, parameter = name.rpartition(".")
         # A module that is no operator of the plan gets an entry for its parameters alone.
         module_entry = entries.get(module, FileEntry(None))
@@ -128,9 +128,9 @@ def _strategy_matches_cuts(
     return cuts == plan_on_prime_axes.decisions.cuts[row.name]
 
 
-def _find_separate_storage_layouts(plan: PlanData) -> Iterator[tuple[str, Entry]]:
-    """Yield (parameter name, storage layout) of each parameter whose storage layout differs from
-    the layout in which the first operator that shards it reads it."""
+def _find_non_default_storage_layouts(plan: PlanData) -> Iterator[tuple[str, Entry]]:
+    """Yield (parameter name, storage layout) for parameters not stored in the default layout: the
+    layout read by the first operator that shards the parameter."""
     used: dict[str, tuple[Axes, ...]] = {}
     for row in plan.operators:
         for (name, _, origin), layout in zip(row.inputs, row.input_layouts, strict=True):

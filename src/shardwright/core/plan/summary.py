@@ -181,16 +181,17 @@ class _SummaryRow:
 
 
 def _make_summary_row_key(block_path: str, name: str, detail: int) -> tuple[str, str]:
-    """Return the key of operators that share a summary row: (block, module within the block) for
-    `detail` 2, (block, "") for 1, ("", "") for 0."""
+    """Return a key that is equal for operators of one summary row: (block, module in the block) if
+    `detail` is 2, (block, "") if it is 1, ("", "") if it is 0."""
     return block_path if detail else "", name.rpartition(".")[0] if detail > 1 else ""
 
 
 def _group_operators_into_rows(plan: PlanData, detail: int) -> list[_SummaryRow]:
     """Group operators into rows of the summary.
 
-    Main and pinned operators, in the order of the model, are grouped by block and parallelism; all
-    others, by ATen operator, are grouped by parallelism and come last.
+    Operators that the search decided by cost or the user pinned come first, in model order, grouped
+    by block and parallelism. All other operators are grouped by parallelism only, and listed by
+    ATen operator.
 
     Args:
         plan: the plan.
