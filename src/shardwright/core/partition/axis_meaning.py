@@ -110,7 +110,7 @@ def _iterate_sharded_meanings(
         yield from zip(trace.values[value], decisions.arrivals.get(value.name, ()), strict=False)
 
 
-def trace_meanings(graph: Graph) -> _MeaningTrace:
+def trace_meanings(graph: Graph) -> _InferredMeanings:
     """Return the inferred meanings of all dimensions and factors of `graph`.
 
     At first only the batch dimension of inputs and the dimensions of parameters have a meaning. A
@@ -119,7 +119,7 @@ def trace_meanings(graph: Graph) -> _MeaningTrace:
     """
     # Twice: an input dimension that the first round leaves without a meaning is a position, which
     # the second round propagates.
-    trace = _MeaningTrace.from_graph(graph)
+    trace = _InferredMeanings.from_graph(graph)
     trace.propagate_to_outputs()
     trace.propagate_to_inputs()
     # After the propagation to inputs, which may find that dimensions of inputs are features.
@@ -131,7 +131,7 @@ def trace_meanings(graph: Graph) -> _MeaningTrace:
 
 
 @dataclass
-class _MeaningTrace:
+class _InferredMeanings:
     """Meanings (batch, position, parameter or feature) inferred so far for dimensions and factors.
 
     Args:
@@ -152,9 +152,9 @@ class _MeaningTrace:
         return Meaning.EXPERT if is_expert else self.factors[op.name].get(factor)
 
     @classmethod
-    def from_graph(cls, graph: Graph) -> _MeaningTrace:
-        """Return the meanings before propagation, which only the batch dimension of inputs and the
-        dimensions of parameters have."""
+    def from_graph(cls, graph: Graph) -> _InferredMeanings:
+        """Return the meanings before propagation: only parameter dimensions and the batch dimension
+        of inputs have one."""
         inputs = graph.input_values
         values: dict[Value, Meanings] = {
             value: (None,) * len(value.shape) for value in graph.values()
@@ -185,8 +185,8 @@ class _MeaningTrace:
     def propagate_to_inputs(self) -> None:
         """Propagate meanings from the outputs of operators to their inputs, in reverse order.
 
-        For example, a dimension of a mask that is created inside the model becomes the batch, as in
-        the attention scores to which the mask is added.
+        For example, a mask that is created inside the model gets its batch dimension from the
+        attention scores to which it is added.
         """
         for op in reversed(self.graph.ops):
             rule = rule_of(op)
@@ -218,7 +218,7 @@ class _MeaningTrace:
         )
 
     def _infer_factor_meanings(self, op: Op, rule: ShardingRule) -> dict[str, Meaning]:
-        """Return the meaning of each factor, derived from the dimensions of inputs with this
+        """Return the meaning of each factor of `op`, derived from the input dimensions with this
         factor."""
         result = {}
         for factor in rule.factors:

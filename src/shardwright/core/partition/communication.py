@@ -210,7 +210,7 @@ def communication(graph: Graph, mesh: DeviceMatrix, decisions: Decisions) -> Com
     result.buckets = buckets(
         graph, mesh, divided_decisions, result.routes, result.initial_layouts, returned_routes
     )
-    _sum_communication_bytes(result, graph)
+    _set_communication_bytes(result, graph)
     return result
 
 
@@ -323,7 +323,7 @@ def _add_transfers(
     return tuple(route)
 
 
-def _sum_communication_bytes(result: Communication, graph: Graph) -> None:
+def _set_communication_bytes(result: Communication, graph: Graph) -> None:
     # The transfers of a bucket are one collective, whose bytes are rounded once.
     bucketed = {id(t) for bucket in result.buckets for m in bucket.members for t in m.transfers}
     for transfer in result.transfers:

@@ -42,7 +42,7 @@ def fold_axes(partitioned: Partitioned, unjoined_mesh: DeviceMatrix | None = Non
     )
     # The first axis represents its group; all other axes of the group follow it in every list.
     new_axis = {axes[0]: index for index, axes in enumerate(joined)}
-    decisions = _renumber_decisions(
+    decisions = _renumber_axes_of_decisions(
         partitioned.decisions,
         lambda axes: tuple(new_axis[axis] for axis in axes if axis in new_axis),
     )
@@ -85,7 +85,7 @@ def split_axes(mesh: DeviceMatrix, decisions: Decisions) -> tuple[DeviceMatrix, 
     starts = list(accumulate(map(len, primes_of_axis), initial=0))
     sizes = tuple(size for primes in primes_of_axis for size in primes)
     prime_mesh = DeviceMatrix(sizes, tuple(islice(axis_names(), len(sizes))), mesh.rank_list)
-    return prime_mesh, _renumber_decisions(
+    return prime_mesh, _renumber_axes_of_decisions(
         decisions, lambda axes: tuple(n for a in axes for n in range(starts[a], starts[a + 1]))
     )
 
@@ -117,7 +117,9 @@ def _iterate_used_axes(partitioned: Partitioned) -> Iterator[Axes]:
                 yield tuple(sorted(layout.varying))
 
 
-def _renumber_decisions(decisions: Decisions, renumber: Callable[[Axes], Axes]) -> Decisions:
+def _renumber_axes_of_decisions(
+    decisions: Decisions, renumber: Callable[[Axes], Axes]
+) -> Decisions:
     def renumber_dims(dims: CutAxes) -> CutAxes:
         return tuple(map(renumber, dims))
 

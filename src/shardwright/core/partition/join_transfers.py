@@ -10,8 +10,8 @@ from shardwright.core.layout.redistribution import joined_step
 from shardwright.core.partition.transfer import Transfer
 
 Routes = MutableMapping[Any, tuple[Transfer, ...]]
-"""Redistribution steps of values to the layouts in which they are read or returned, in order, by
-consumer or value."""
+"""Redistribution steps, in order, that bring a value to the layout in which it is read or returned;
+by consumer, or by returned value."""
 
 
 def join_transfers(

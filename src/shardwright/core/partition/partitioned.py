@@ -61,7 +61,7 @@ class Partitioned:
         # random draws.
         graph_chunks = split_graph(graph, self.pipeline.chunk_of, random_operators(graph))
         boundary_layouts = {
-            value.name: self._get_boundary_axes(value)
+            value.name: self._sharding_axes_when_sent(value)
             for graph_chunk in graph_chunks
             for value in graph_chunk.leaving
             # A chunk that passes a value on has a copy of it, as an input; its producer has the
@@ -75,8 +75,10 @@ class Partitioned:
 
     @cached_property
     def local_outputs(self) -> dict[str, CutAxes]:
-        """Mesh axes that shard each dimension of each output of which a rank gets the samples of
-        its local batch, by output name."""
+        """Mesh axes that shard each dimension of a local output, by output name.
+
+        Each rank returns a local output only for the samples of its local batch.
+        """
         return local_outputs(self.graph, self.decisions.arrivals)
 
     def chunks_of(self, stage: int) -> tuple[Chunk, ...]:
@@ -204,7 +206,7 @@ class Partitioned:
             for value in graph_chunk.returned:
                 if value is not graph.loss and value in graph.producer:
                     # An output that a later chunk reads keeps the layout in which it is sent.
-                    departures.setdefault(value.name, self._get_boundary_axes(value))
+                    departures.setdefault(value.name, self._sharding_axes_when_sent(value))
         chunk_decisions = replace(
             decisions,
             arrivals={**decisions.arrivals, **arrivals},
@@ -222,7 +224,7 @@ class Partitioned:
             self.pipeline.schedule_spec.splits_backward,
         )
 
-    def _get_boundary_axes(self, value: Value) -> CutAxes:
+    def _sharding_axes_when_sent(self, value: Value) -> CutAxes:
         """Return the axes that shard each dimension of a value when it is sent to the next
         chunk."""
         producer = self.graph.producer[value]
@@ -237,9 +239,13 @@ class Partitioned:
             return ((),) * len(value.shape)
         _, outputs = rule.layouts(self.mesh, self.decisions.cuts.get(producer.name, {}))
         # A partial sum is reduced before it is sent, to the layout of its first consumer.
-        return self._get_consumer_axes(value) if outputs[index].partial else outputs[index].axes
+        return (
+            self._sharding_axes_of_first_consumer(value)
+            if outputs[index].partial
+            else outputs[index].axes
+        )
 
-    def _get_consumer_axes(self, value: Value) -> CutAxes:
+    def _sharding_axes_of_first_consumer(self, value: Value) -> CutAxes:
         """Return the axes that shard each dimension of a value in the layout required by its first
         consumer with a sharding rule; replicated if no consumer has a rule."""
         for consumer, index in self.graph.consumers[value]:

@@ -194,10 +194,10 @@ def _iterate_maximal_segments(
 def _trim_unneeded_ops(segment: _OpenSegment, transfers: OperatorTransfers) -> list[Op]:
     """Return the operators of `segment` without trailing operators that need no recomputation.
 
-    The result ends with the last operator that saves a tensor for the backward pass, followed by
-    operators that send no data and need no further saved inputs, such as the addition of a bias. An
-    operator that communicates inside its kernel cannot be the last that saves a tensor, as
-    recomputation may stop before or after the communication.
+    The last operator that saves a tensor for the backward pass ends the recomputation. It must not
+    communicate inside its kernel, since recomputation may stop before or after the communication.
+    Operators after it stay in the segment only if they send no data and need no further saved
+    inputs, such as the addition of a bias.
     """
     # `torch.utils.checkpoint` stops at the last tensor that it has to recompute.
     end = len(segment.ops)
@@ -256,11 +256,11 @@ def assign_recomputed_transfers(
 
 
 def _count_transfers_before_saving(route: Sequence[Transfer], segment: Segment) -> int:
-    """Return the number of leading transfers of `route`, to an input of `segment`, after which the
-    input is saved; the backward pass does not repeat them.
+    """Return after how many transfers of `route` an input of `segment` is saved.
 
     The input is saved where it is smallest: before the route, or after a transfer that sends data.
-    Among points of equal size, the last is chosen. Transfers after this point are repeated.
+    Among points of equal size, the last is chosen. The backward pass repeats the transfers after
+    this point.
     """
     previous = route[0].previous if route else None
     # The transfers before `route` are repeated already, so those of `route` must be repeated too.
