@@ -173,7 +173,7 @@ def _prepare_optimizer_or_loader(accelerator: Any, value: Any, shards: DataShard
 
 
 def _register_prepared(value: Any, prepared: list[Any]) -> Any:
-    """Append `value` to `prepared`, the accelerator's list of prepared objects, and return it."""
+    """Append an object to the accelerator's list of prepared objects, and return the object."""
     value._is_accelerate_prepared = True
     prepared.append(value)
     return value
@@ -194,8 +194,7 @@ def _prepare_scheduler(accelerator: Any, value: Any) -> Any:
 
 
 def _prepare_loader(accelerator: Any, loader: DataLoader[Any], shards: DataShards) -> Any:
-    """Divide a loader over the ranks as planned; a loader that Accelerate has prepared is only
-    checked."""
+    """Divide a loader over the ranks as planned, or check a loader that Accelerate has prepared."""
     if getattr(loader, "_is_accelerate_prepared", False):
         shards.check_divided_loader(loader)
         return loader
@@ -329,7 +328,7 @@ def _gather_full_tensors(data: Any) -> Any:
 
 
 def _drop_repeated_shards(data: Any, shards: DataShards) -> Any:
-    """Keep one copy of each batch shard of `data`, tensors gathered from all ranks."""
+    """Drop repeated shards from tensors gathered from all ranks: each sample occurs once."""
     world = dist.get_world_size()
     if shards.count == world:
         return data
@@ -370,7 +369,7 @@ def _reduce(accelerator: Any, tensor: Any, reduction: str = "sum", scale: float 
         return reduced
 
     def of_distinct_samples(value: Any) -> Any:
-        """Divide a sum by the number of ranks with equal samples; integer sums stay integers."""
+        """Divide a sum by the number of ranks with equal samples; integers are rounded down."""
         if not isinstance(value, Tensor):
             return value
         is_count = not (value.is_floating_point() or value.is_complex())

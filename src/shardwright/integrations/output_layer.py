@@ -41,10 +41,10 @@ class OutputLayer:
 
     @staticmethod
     def of(layer: nn.Module | None, shards: DataShards) -> OutputLayer | None:
-        """Make direct calls of `layer` run with full parameters, in the dtype of its input.
+        """Replace direct calls of `layer` by calls with full parameters, in the input's dtype.
 
         Returns:
-            The full layer; None if there is no layer, or it has submodules.
+            The copy with full parameters; None if `layer` is None or has submodules.
         """
         if layer is None or any(True for _ in layer.children()):
             return None
@@ -73,7 +73,8 @@ class OutputLayer:
         return outputs
 
     def add_gradients(self) -> None:
-        """Add the gradients of all ranks to those of the shards, and free the full parameters.
+        """All-reduce the gradients, add each rank's shard to its parameter, and free the full
+        parameters.
 
         Collective.
         """

@@ -95,7 +95,12 @@ def plan_on_first_call(
             set_class(submodule, vars(type(submodule))[USER_CLASS])
         try:
             # A loop may evaluate first, without gradients.
-            with torch.inference_mode(False), torch.enable_grad(), _training_mode(self), context():
+            with (
+                torch.inference_mode(False),
+                torch.enable_grad(),
+                _in_training_mode(self),
+                context(),
+            ):
                 # Options may name another number of devices.
                 arguments = {"devices": _world_size(), **options}
                 plan = plan_model(self, args, kwargs, **arguments)
@@ -125,7 +130,7 @@ def set_class(module: nn.Module, module_class: type[nn.Module]) -> None:
 
 
 @contextmanager
-def _training_mode(net: nn.Module) -> Iterator[None]:
+def _in_training_mode(net: nn.Module) -> Iterator[None]:
     """Context in which `net` and its submodules are in training mode; restores their modes."""
     modes = [(module, module.training) for module in net.modules()]
     net.train()
@@ -193,7 +198,7 @@ def run_forward_in(net: ParallelModule, context: Callable[[], AbstractContextMan
 
 
 class _LossWithStoredGradients(torch.autograd.Function):
-    """Loss of a pipeline step; its backward pass adds the gradients that the step computed."""
+    """Loss of a pipeline step, whose backward pass adds the step's gradients to the parameters."""
 
     @staticmethod
     def forward(

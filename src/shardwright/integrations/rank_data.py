@@ -141,8 +141,8 @@ def _divide_batch_by_cuts(mesh: Layout, input_cuts: Mapping[str, CutAxes]) -> Da
         return _unsharded_batch()
     if len(axes) > 1 or any(any(cut[1:]) for cut in input_cuts.values()):
         raise DataError(
-            "`dataset_strategy` of the plan shards inputs along different axes or other dimensions"
-            " than the batch, which a loader cannot do\nplan with"
+            "`dataset_strategy` of the plan shards inputs over different axes, or along other"
+            " dimensions than the batch, but a loader can only divide samples\nplan with"
             " `dataset_strategy='full_batch'` or `'data_parallel'`"
         )
     layout = TensorLayout(mesh, (axes.pop(),))
@@ -164,7 +164,7 @@ LOADER_PARTS = ("base_dataloader", "batch_sampler", "sampler", "dataset")
 
 
 def _iterate_loader_divisions(loader: Any) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Yield the class name, number of shards and shard index of each sampler that divides samples.
+    """Yield class name and (number of shards, shard index) of each sampler that divides samples.
 
     `DistributedSampler` has the attributes `num_replicas` and `rank`; samplers and datasets of
     Accelerate have `num_processes` and `process_index`. Samplers inside batch samplers count too.

@@ -86,8 +86,8 @@ def parallelize_fn(
         )
         if user_plan is None:
             # A finished plan already tells what is recomputed.
-            _mark_recomputed(model, ac_config)
-            plan_options = _options_from_torchtitan(loader_shards, training) | options
+            _mark_layers_to_recompute(model, ac_config)
+            plan_options = _derive_plan_options(loader_shards, training) | options
             planned = plan_model(
                 model, *_make_decoder_arguments(model, loader_shards, training), **plan_options
             )
@@ -153,7 +153,7 @@ def _divide_batch_over_loaders(num_ranks: int, num_loaders: int) -> DataShards:
     return DataShards(num_loaders, dist.get_rank() // ranks_per_loader, owners)
 
 
-def _options_from_torchtitan(shards: DataShards, training: Any) -> dict[str, Any]:
+def _derive_plan_options(shards: DataShards, training: Any) -> dict[str, Any]:
     """Return the options of `sw.plan` that follow from torchtitan's configuration."""
     ranks_per_loader = len(shards.owners[0])
     # Replicated over `tp`, whose neighboring ranks read the same samples.
@@ -169,7 +169,7 @@ def _options_from_torchtitan(shards: DataShards, training: Any) -> dict[str, Any
     return options
 
 
-def _mark_recomputed(model: nn.Module, ac_config: Any) -> None:
+def _mark_layers_to_recompute(model: nn.Module, ac_config: Any) -> None:
     if isinstance(ac_config, FullAC.Config):
         for layer in getattr(model, "layers", nn.ModuleDict()).values():
             recompute(layer)
@@ -191,7 +191,7 @@ def _make_decoder_arguments(
     inner = getattr(model.config.first_attention, "inner_attention", None)
     if not isinstance(inner, ScaledDotProductAttention.Config | None):
         raise PlanError(
-            f"`inner_attention` is {type(inner).__qualname__}, which takes masks of each"
+            f"`inner_attention` is {type(inner).__qualname__}, which needs a mask for each"
             " batch\nset `layer.attention.inner_attention = ScaledDotProductAttention.Config()`"
             " for each of `model_spec.model.layers`: causal, without boundaries of documents"
         )
@@ -202,12 +202,12 @@ def _make_decoder_arguments(
 
 
 def _scale_mean_gradients_to_sum(net: ParallelModule, shards: DataShards) -> None:
-    """Make `net` scale gradients of the mean of the ranks' losses to gradients of their sum.
+    """Make `net` multiply gradients by the number of data shards: from mean to sum of losses.
 
-    torchtitan trains the sum, as it divides losses by the number of tokens of all ranks; a planned
-    model has the gradients of the mean. If the loss calls the output layer
-    (`_skip_lm_head`), the gradients of this layer are complete when the gradient of the hidden
-    states is.
+    torchtitan expects gradients of the sum of the ranks' losses, since each rank divides its loss
+    by the number of tokens of all ranks. A planned model computes gradients of the mean. If the
+    loss calls the output layer itself (`_skip_lm_head`), the layer's gradients are added in the
+    backward pass of the hidden states.
     """
     planned_class: Any = type(net)
     forward_as_planned = planned_class.forward
@@ -229,7 +229,7 @@ def _scale_mean_gradients_to_sum(net: ParallelModule, shards: DataShards) -> Non
 
 
 class _ScaleMeanGradientsToSum(torch.autograd.Function):
-    """Identity whose backward pass multiplies gradients by the number of averaged losses."""
+    """Identity whose backward pass multiplies gradients by the number of data shards."""
 
     @staticmethod
     def forward(ctx: Any, outputs: Tensor, count: int, layer: OutputLayer | None) -> Tensor:

@@ -41,7 +41,7 @@ def save_optimizer(folder: Path, model: nn.Module, optimizer: Optimizer, step: i
         optimizer: optimizer of the model, without wrappers.
         step: number of optimizer steps before the checkpoint.
     """
-    names = unsaved_trained_names(model, _saved_tensor_names(folder))
+    names = unsaved_trained_names(model, _broadcast_saved_tensor_names(folder))
     position = Position(step=step)
     # With the trained parameters that are not in the model files of `Trainer`.
     save_checkpoint(folder / STATE_FOLDER, model, optimizer, position=position, only=names)
@@ -79,8 +79,8 @@ def share_random_state(folder: Path) -> None:
         shutil.copyfile(folder / "rng_state_0.pth", folder / RANDOM_FILE)
 
 
-def _saved_tensor_names(folder: Path) -> set[str]:
-    """Return, on all ranks, the names of tensors in the safetensors files of rank 0's folder."""
+def _broadcast_saved_tensor_names(folder: Path) -> set[str]:
+    """Read the tensor names of rank 0's safetensors files, and broadcast them to all ranks."""
     names: set[str] = set()
     for file in folder.glob("*.safetensors") if is_rank_0() else ():
         with safe_open(file, "pt") as content:

@@ -106,7 +106,7 @@ class ShardwrightTrainer(Trainer):  # type: ignore[misc]
             self.model.forward = _make_bfloat16_forward(self.model, self.args.device.type)
         plan = self._plan
         if not isinstance(plan, Plan):
-            args, kwargs = self._example_args(dataloader)
+            args, kwargs = self._capture_model_arguments(dataloader)
             options = {"devices": self.args.world_size, **(plan or {})}
             plan = plan_model(self.model, args, kwargs, **options)
             log.info("planned %s:\n%s", type(self.model).__name__, plan)
@@ -134,8 +134,10 @@ class ShardwrightTrainer(Trainer):  # type: ignore[misc]
         self.model = self.model_wrapped = parallel_model
         self.callback_handler.model = self.model
 
-    def _example_args(self, dataloader: DataLoader[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments with which `compute_loss` calls the model for the first batch."""
+    def _capture_model_arguments(
+        self, dataloader: DataLoader[Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return (args, kwargs) of the model's call in `compute_loss` for the first batch."""
         batch_size = self._global_batch_size(self.args.per_device_train_batch_size)
         dataset = dataloader.dataset
         # Restored below, so that the draws of datasets and collators are repeated in training.
@@ -329,9 +331,9 @@ class ShardwrightTrainer(Trainer):  # type: ignore[misc]
         return _gather_full_tensors(super().prediction_step(model, inputs, *args, **kwargs))
 
     def _truncate_last_batch(self, data: Any, *_: Any, **__: Any) -> Any:
-        """Truncate outputs to the real size of the last batch; replaces `gather_for_metrics`.
+        """Drop the rows that pad the last batch; replaces Accelerate's `gather_for_metrics`.
 
-        Unlike accelerate, gathers nothing, because every process has the global batch.
+        Nothing is gathered, because every process has the global batch.
         """
         rows = self._batch_rows
         if rows is None or not self.accelerator.gradient_state.end_of_dataloader:
