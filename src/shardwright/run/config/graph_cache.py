@@ -52,7 +52,7 @@ def cached_graph(description: object, capture: Callable[[], Graph]) -> Graph:
     """
     if os.environ.get("SHARDWRIGHT_GRAPH_CACHE") == "off":
         return capture()
-    key = _cache_key(description)
+    key = _compute_cache_key(description)
     try:
         folder = graphs_folder()
         graph = _read_graph(folder, key)
@@ -87,7 +87,7 @@ def _read_graph(folder: Path, key: str) -> Graph | None:
     """
     path = folder / f"{key}.graph"
     try:
-        _check_only_owner_writes(folder)
+        _check_writable_by_owner_only(folder)
         content = path.read_bytes()
     # Before the first capture neither the folder nor the file exists.
     except FileNotFoundError:
@@ -99,7 +99,7 @@ def _read_graph(folder: Path, key: str) -> Graph | None:
     return graph
 
 
-def _check_only_owner_writes(folder: Path) -> None:
+def _check_writable_by_owner_only(folder: Path) -> None:
     """Raise PermissionError if other users can write to the folder."""
     status = folder.stat()
     if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
@@ -147,7 +147,7 @@ def _evict_least_recently_used(folder: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _cache_key(description: object) -> str:
+def _compute_cache_key(description: object) -> str:
     versions = [
         # The commit as well, because builds of one version of PyTorch may differ.
         *(FORMAT, platform.python_version(), torch.__version__, torch.version.git_version),
@@ -168,7 +168,7 @@ def _package_version(package: str) -> str:
 # Cached, because it reads every source file of the package.
 @cache
 def _hash_source_files() -> str:
-    """Return a hash of all source files of this package: a change of one invalidates all graphs."""
+    """Hash all source files of this package, since any change of them may change the graphs."""
     root, digest = Path(__file__).parents[2], hashlib.sha256()
     # Sorted, because the order of `rglob` depends on the file system.
     for path in sorted(root.rglob("*.py")):

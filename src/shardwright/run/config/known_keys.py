@@ -40,23 +40,21 @@ def unknown_keys(content: Any, file: str) -> str:
     # One key that resembles none is enough, as other frameworks share keys such as `model`.
     if not all(key in keys or close_keys(key, keys) for key in content):
         return ""
-    return "\n".join(f"{file}: {line}" for line in _unknown_keys_of_section(content, "Config", ""))
+    return "\n".join(f"{file}: {line}" for line in _iterate_unknown_keys(content, "Config", ""))
 
 
 def key_hint(key: str, keys: SectionKeys | list[str]) -> str:
-    """Return the end of an error message: the key of `keys` closest to `key`, or all `keys`."""
+    """Format a hint for an unknown key: the most similar valid key, or all valid keys."""
     close = close_keys(key, keys)
     return f"did you mean {close[0]}?" if close else f"valid keys: {', '.join(keys)}"
 
 
 def close_keys(key: str, keys: SectionKeys | list[str]) -> list[str]:
-    """Return a list with the key of `keys` most similar to `key`; empty if none is similar."""
+    """Return the valid key most similar to `key`, as a list; empty if no key is similar."""
     return difflib.get_close_matches(key, keys, n=1)
 
 
-def _unknown_keys_of_section(
-    content: Mapping[Any, Any], section: str, prefix: str
-) -> Iterator[str]:
+def _iterate_unknown_keys(content: Mapping[Any, Any], section: str, prefix: str) -> Iterator[str]:
     keys = section_keys()[section]
     for key, value in content.items():
         if key not in keys:
@@ -65,7 +63,7 @@ def _unknown_keys_of_section(
         below = keys[key]
         # A plain value in place of a section is a mistake that the schema reports.
         if below is not None and isinstance(value, Mapping):
-            yield from _unknown_keys_of_section(value, below, f"{prefix}{key}.")
+            yield from _iterate_unknown_keys(value, below, f"{prefix}{key}.")
 
 
 @cache
@@ -76,17 +74,17 @@ def section_keys() -> Mapping[str, SectionKeys]:
         for node in ast.parse((PACKAGE / source).read_text(encoding="utf-8")).body:
             if isinstance(node, ast.ClassDef):
                 classes[node.name] = node
-    return {name: dict(_annotated_keys_of_class(name, classes)) for name in classes}
+    return {name: dict(_iterate_annotated_keys(name, classes)) for name in classes}
 
 
-def _annotated_keys_of_class(
+def _iterate_annotated_keys(
     name: str, classes: Mapping[str, ast.ClassDef]
 ) -> Iterator[tuple[str, str | None]]:
     node = classes[name]
     # From the last base to the first, so that keys override as in Python's attribute look-up.
     for base in reversed(node.bases):
         if isinstance(base, ast.Name) and base.id in classes:
-            yield from _annotated_keys_of_class(base.id, classes)
+            yield from _iterate_annotated_keys(base.id, classes)
     for field in node.body:
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
             # Through `| None` and `Annotated`, whose parts are names as well.
@@ -99,7 +97,7 @@ def _annotated_keys_of_class(
 
 
 def _alias_of_field(field: ast.AnnAssign) -> str | None:
-    """Return the YAML key of a field that is not the field's name, such as `async`; else None."""
+    """Return the YAML key of a field that has an alias, such as `async`; otherwise None."""
     if not isinstance(field.value, ast.Call):
         return None
     aliases = (each.value for each in field.value.keywords if each.arg == "alias")

@@ -101,7 +101,7 @@ def _format_validation_error(details: ErrorDetails) -> str:
 
 
 def _format_valid_key_hint(path: tuple[int | str, ...]) -> str:
-    """Return the end of an error message: the valid key closest to an unknown one, or all keys."""
+    """Format a hint for an unknown key at `path`: the most similar valid key, or all valid keys."""
     section: type[BaseModel] = Config
     for key in path[:-1]:
         annotation = section.model_fields[str(key)].annotation

@@ -124,7 +124,7 @@ def naming_file(file: str) -> Iterator[None]:
 def _call_with_key_in_errors(
     key: str, function: Callable[..., Returned], *args: Any, **kwargs: Any
 ) -> Returned:
-    """Call `function` with the remaining arguments, and prefix its errors with `key`.
+    """Call `function` with the given arguments, and prefix its errors with the configuration key.
 
     Raises:
         ConfigError: if `function` does not take these arguments, or rejects a value.
@@ -151,7 +151,7 @@ def mark_recomputed(net: nn.Module, section: schema.RecomputeSection) -> None:
         ConfigError: if a module path or a block index does not exist in the model.
     """
     modules = dict(net.named_modules())
-    for path, op_types in _recomputed_op_types_by_path(net, section).items():
+    for path, op_types in _collect_recomputed_op_types(net, section).items():
         if path not in modules:
             # A cutoff of 0 always gives a suggestion.
             close_matches = get_close_matches(path, modules, n=1, cutoff=0.0)
@@ -162,7 +162,7 @@ def mark_recomputed(net: nn.Module, section: schema.RecomputeSection) -> None:
         recompute(modules[path], section.communication, operators=op_types)
 
 
-def _recomputed_op_types_by_path(
+def _collect_recomputed_op_types(
     net: nn.Module, section: schema.RecomputeSection
 ) -> dict[str, list[str] | None]:
     """Return the operator types to recompute in each module, by path; None for all types."""
@@ -176,7 +176,7 @@ def _recomputed_op_types_by_path(
             "parallel.recompute: the model has no transformer blocks\n"
             "set the key `modules` to paths of modules, for example `modules: [encoder]`"
         )
-    types_of_block = _recomputed_op_types_by_block(section, len(blocks))
+    types_of_block = _collect_op_types_by_block(section, len(blocks))
     # Checked here, not in the schema, which does not know the number of blocks.
     if (last := max((*types_of_block, *section.whole_blocks), default=0)) >= len(blocks):
         raise ConfigError(
@@ -188,7 +188,7 @@ def _recomputed_op_types_by_path(
     return op_types | dict.fromkeys(blocks[index] for index in section.whole_blocks)
 
 
-def _recomputed_op_types_by_block(
+def _collect_op_types_by_block(
     section: schema.RecomputeSection, num_blocks: int
 ) -> dict[int, list[str] | None]:
     """Return the operator types to recompute in each block, by block index; None for all types."""
@@ -303,7 +303,7 @@ def build_optimizer(section: schema.OptimizerSection, net: nn.Module) -> torch.o
     if constructor is MuonAdamW:
         options["tables"] = table_shapes(net)
     trained = [p for p in net.parameters() if p.requires_grad]
-    options |= _fused_kernel_option(constructor, trained)
+    options |= _choose_fused_kernel_option(constructor, trained)
     if section.decay_vectors:
         return constructor(trained, **options)
     # Every rank creates both parameter groups, even if its stage has no parameter for one:
@@ -314,7 +314,7 @@ def build_optimizer(section: schema.OptimizerSection, net: nn.Module) -> torch.o
     return constructor([decayed, not_decayed], **options)
 
 
-def _fused_kernel_option(
+def _choose_fused_kernel_option(
     constructor: Callable[..., torch.optim.Optimizer], parameters: Sequence[Tensor]
 ) -> dict[str, bool]:
     """Return the option `fused=True` if all parameters' devices have a fused optimizer kernel.

@@ -64,7 +64,7 @@ class AlternativePlanner:
         """Plan `run` with half the memory, twice the devices, and half and twice the batch size.
 
         Yields:
-            The name of each change, and the plan, or the error message if planning failed.
+            (name of the change, plan, or error message if planning failed).
         """
         devices, batch_size = self.plan.devices, self.run.config.data.batch_size
         limit = self.plan.memory_limit
@@ -84,17 +84,18 @@ class AlternativePlanner:
         """Plan `run` with each of `PRESETS`, without a search and without a memory limit.
 
         Yields:
-            The name of each preset, and the plan, or the error message if planning failed.
+            (name of the preset, plan, or error message if planning failed).
         """
         for name, hsdp in PRESETS.items():
             yield self._plan_with_options(name, self.plan.devices, hsdp=hsdp, **NO_SEARCH)
 
     def best_plans(self, top: int) -> Iterator[tuple[str, Plan | str]]:
-        """Plan the `top` fastest strategies that differ in stages, parameter storage, recomputation
-        or micro-batches, without the chosen plan.
+        """Plan the `top` fastest strategies other than the chosen one.
+
+        Strategies differ in stages, parameter storage, recomputation or micro-batches.
 
         Yields:
-            These decisions as text, and the plan with them, or the reason why there is no plan.
+            (text of these decisions, plan, or the reason why planning failed).
 
         Raises:
             ShardwrightError: if the configuration names no cluster, so step times cannot be

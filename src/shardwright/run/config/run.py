@@ -331,9 +331,9 @@ class Run:
     def capture_graph(
         self, model: nn.Module, batch: tuple[Tensor, ...], graphs: GraphsBySize | None = None
     ) -> Graph:
-        """Capture the graph of `model`, or read it from the cache, with current module tags.
+        """Capture the graph of `model`, or read it from the cache.
 
-        Tags are the strategies and recomputation that users attached to modules.
+        A cached graph gets the strategies and recomputation that are attached to `model` now.
 
         Args:
             batch: one micro-batch; only shapes and dtypes matter.

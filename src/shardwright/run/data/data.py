@@ -309,7 +309,7 @@ def packed_text(
             `seq_length` tokens.
     """
     encode, end_of_text = (
-        _byte_tokenizer() if tokenizer is None else _load_tokenizer(Path(tokenizer))
+        _make_byte_tokenizer() if tokenizer is None else _load_tokenizer(Path(tokenizer))
     )
     tokens: list[int] = []
     for document in _read_text_documents(path):
@@ -345,7 +345,7 @@ def _read_text_documents(path: str | Path | None) -> list[str]:
     return [read_text(file, DataError) for file in text_files]
 
 
-def _byte_tokenizer() -> tuple[Encode, list[int]]:
+def _make_byte_tokenizer() -> tuple[Encode, list[int]]:
     return lambda text: list(text.encode("utf-8")), [END_OF_TEXT]
 
 

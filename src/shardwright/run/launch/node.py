@@ -104,7 +104,7 @@ class Node:
                 f"--node-rank {rank}: out of range for --nnodes {nnodes}\n"
                 f"use a number from 0 to {maximum - 1}"
             )
-        host, port = _parse_endpoint(rdzv)
+        host, port = _parse_host_and_port(rdzv)
         if local_size is None:
             local_size = max(1, num_accelerators())
         return Node(rank, minimum, maximum, host, port, local_size)
@@ -115,7 +115,7 @@ class Node:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
-def _parse_endpoint(text: str) -> tuple[str, int]:
+def _parse_host_and_port(text: str) -> tuple[str, int]:
     try:
         url = urlsplit(f"//{text}")
         # A path, a query or a user name would make these parts differ from the text.
@@ -149,7 +149,7 @@ def launch_node(
             received SIGINT or SIGTERM and no restarts are left.
     """
     # The agent passes the environment of this process on to the ranks.
-    os.environ.update(_agent_environment(node))
+    os.environ.update(_make_agent_environment(node))
     # The agent would log failures of ranks with its own stack traces; this function raises them.
     for name in ("multiprocessing.api", "agent.server.api"):
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
@@ -187,7 +187,7 @@ def launch_node(
                 f"start the command on each node, with --rdzv {node.endpoint}"
             ) from None
         except RendezvousError:
-            raise RankFailedError(_format_no_answer_message(node)) from None
+            raise RankFailedError(_format_unreachable_store_message(node)) from None
 
 
 def _convert_to_rank_ends(failures: Mapping[int, ProcessFailure], logs: LogFolder) -> list[RankEnd]:
@@ -218,7 +218,7 @@ def _convert_to_rank_ends(failures: Mapping[int, ProcessFailure], logs: LogFolde
     return ends
 
 
-def _agent_environment(node: Node) -> dict[str, str]:
+def _make_agent_environment(node: Node) -> dict[str, str]:
     """Return the environment variables of torchrun's agent; the user's values take precedence."""
     return {
         **process_settings(node.local_size),
@@ -259,7 +259,7 @@ class _RankLogsSpecs(LogsSpecs):
 
 @contextmanager
 def _join_store(node: Node, timeout: timedelta) -> Iterator[str]:
-    """Context in which this node has claimed its rank in the store, and sends heartbeats.
+    """Context manager that claims this node's rank in the store, and sends heartbeats until exit.
 
     Node 0 serves the store.
 
@@ -318,11 +318,13 @@ def _send_heartbeats(store: Store, node: Node, timeout: timedelta, ended: thread
 def _exit_without_cleanup(node: Node) -> None:
     # Exits without cleanup, which would wait for the store. The kernel kills the ranks when this
     # process ends.
-    print(printable(f"error: {_format_no_answer_message(node)}"), file=sys.stderr, flush=True)
+    print(
+        printable(f"error: {_format_unreachable_store_message(node)}"), file=sys.stderr, flush=True
+    )
     os._exit(1)
 
 
-def _format_no_answer_message(node: Node) -> str:
+def _format_unreachable_store_message(node: Node) -> str:
     return (
         f"node 0 no longer answers at {node.endpoint}: it has ended, or cannot be reached\n"
         "check the log of node 0, and the network between the nodes"

@@ -107,7 +107,7 @@ def process_group(
         use_device(local)
         yield local
         return
-    _die_with_agent()
+    _request_kill_with_agent()
     with naming_redistributions():
         # Device types are compared before the group is created: otherwise ranks with different
         # backends would wait for each other in its initialization.
@@ -162,7 +162,7 @@ def check_same_run(
     del store
 
 
-def _die_with_agent() -> None:
+def _request_kill_with_agent() -> None:
     """Make the kernel kill this rank when its elastic agent dies (`PR_SET_PDEATHSIG`).
 
     Otherwise the rank would outlive its agent while ranks of other nodes continue.

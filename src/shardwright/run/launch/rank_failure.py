@@ -163,7 +163,7 @@ class RankEnd:
 
 
 def requested_stop(ends: Sequence[RankEnd]) -> StoppedError | None:
-    """Return the first StoppedError that ended a rank; None if no StoppedError ended a rank."""
+    """Return the first StoppedError that ended a rank; None without one."""
     stops = (end.error.stop for end in ends if end.error is not None)
     return next((stop for stop in stops if stop is not None), None)
 

@@ -29,7 +29,7 @@ NON_FINITE: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 
 def non_finite_value(tensor: Tensor) -> str | None:
-    """Return "nan", "inf" or "-inf", the first of these in `tensor`; None if `tensor` is finite."""
+    """Return "nan" if `tensor` has a NaN, else "inf" or "-inf"; None if all elements are finite."""
     # Tensors of a rehearsal on the meta device have no values.
     if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.is_meta:
         return None
@@ -40,14 +40,14 @@ def non_finite_value(tensor: Tensor) -> str | None:
 
 
 def earliest_finding(net: torch.nn.Module, order: int, finding: str) -> str | None:
-    """Return the earliest non-finite value on any rank, on every rank; None if all values are
-    finite.
+    """Return the description of the earliest non-finite value over all ranks; None if all values
+    are finite.
 
-    Collective, unless `net` has no other ranks.
+    Collective, unless `net` has no other ranks; the result is the same on every rank.
 
     Args:
-        net: the trained module; without other ranks, this rank's finding is the result.
-        order: time order of this rank's first non-finite value; `NO_FINDING` without one.
+        net: the trained module.
+        order: sort key of this rank's first non-finite value; `NO_FINDING` without one.
         finding: description of this rank's first non-finite value.
     """
     if not (
@@ -109,8 +109,8 @@ class _NonFiniteChecker(TorchFunctionMode):
 
     Args:
         num_checked: number of tensors checked so far.
-        forward, backward: first occurrence of each key of `NON_FINITE` in the pass, as the value
-            of `num_checked` and a description.
+        forward, backward: first occurrence in the pass of each non-finite value ("nan", "inf",
+            "-inf"), as (`num_checked` at that time, description).
     """
 
     num_checked: int = 0
@@ -136,10 +136,10 @@ class _NonFiniteChecker(TorchFunctionMode):
             if isinstance(tensor, Tensor) and _storage_address(tensor) not in addresses:
                 self._record_if_non_finite(self.forward, tensor, line, "the output of")
                 if tensor.grad_fn is not None:
-                    tensor.grad_fn.register_hook(self._gradient_check_hook(line))
+                    tensor.grad_fn.register_hook(self._make_gradient_check_hook(line))
         return result
 
-    def _gradient_check_hook(self, line: ProgramLine) -> Callable[[Any, Any], None]:
+    def _make_gradient_check_hook(self, line: ProgramLine) -> Callable[[Any, Any], None]:
         def hook(gradients: Sequence[Tensor | None], outputs: Sequence[Tensor | None]) -> None:
             for gradient in gradients:
                 if gradient is not None:
@@ -156,7 +156,9 @@ class _NonFiniteChecker(TorchFunctionMode):
             findings[value] = (self.num_checked, f"{value} first in {role} {line}")
 
     def first_finding(self, stage: int, stages: int) -> tuple[int, str]:
-        """Return time order and description of this rank's first non-finite value.
+        """Return sort key and description of this rank's first non-finite value.
+
+        The sort keys of all ranks are ordered by time.
 
         Returns `(NO_FINDING, "")` if all values are finite.
 

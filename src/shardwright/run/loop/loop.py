@@ -62,14 +62,14 @@ def train(
     remaining = None if max_steps is None else max(0, max_steps - start.step)
     guard = NonFiniteGuard(net, optimizer, non_finite)
     waits = net.execution.devices.waits if isinstance(net, ParallelModule) else WaitTimer()
-    for position, batch in islice(_remaining_batches(batches, epochs, start), remaining):
+    for position, batch in islice(_iterate_remaining_batches(batches, epochs, start), remaining):
         # Resets the timer: waits in an evaluation or a checkpoint do not belong to the step.
         waits.take_seconds()
         started = perf_counter()
         inputs = [tensor.to(device) for tensor in batch]
         # Before the forward pass, which updates buffers and draws random numbers.
         guard.save_state()
-        finite, loss, norm = is_finite(*_forward_backward(net, inputs, clip_norm))
+        finite, loss, norm = is_finite(*_run_forward_backward(net, inputs, clip_norm))
         if finite:
             if rate is not None:
                 for group in optimizer.param_groups:
@@ -94,7 +94,7 @@ def train(
             break
 
 
-def _forward_backward(
+def _run_forward_backward(
     net: nn.Module, batch: Sequence[Tensor], clip_norm: float | None
 ) -> tuple[Tensor, Tensor]:
     """Run forward and backward, and clip gradients.
@@ -120,7 +120,7 @@ def _describe_step(batches: Batches, position: Position) -> str:
     )
 
 
-def _remaining_batches(
+def _iterate_remaining_batches(
     batches: Batches, epochs: int, start: Position
 ) -> Iterator[tuple[Position, tuple[Tensor, ...]]]:
     position = start

@@ -45,8 +45,7 @@ class LRSchedule:
         return self.end + (self.peak - self.end) * self._decay_factor(progress)
 
     def _decay_factor(self, progress: float) -> float:
-        """Return the fraction of `peak - end` that remains when `progress` (0 to 1) of the decay
-        has passed."""
+        """Return (rate - end) / (peak - end) at `progress` of the decay, from 0 to 1."""
         if self.kind == "cosine":
             # Half a period of a cosine, from 1 to 0 (Loshchilov and Hutter, "SGDR", 2017).
             return (1 + cos(pi * progress)) / 2

@@ -52,7 +52,7 @@ class NonFiniteGuard:
         """Save the state that forward and backward change; must be called before each step."""
         # Copies, because `forward` updates these tensors in place.
         self._saved_tensors = {
-            n: t.detach().clone() for n, t in _tensors_changed_by_forward(self.net).items()
+            n: t.detach().clone() for n, t in _find_tensors_changed_by_forward(self.net).items()
         }
         if (
             not isinstance(self.net, ParallelModule)
@@ -96,7 +96,7 @@ class NonFiniteGuard:
         )
 
     def _restore_state(self) -> None:
-        current = _tensors_changed_by_forward(self.net)
+        current = _find_tensors_changed_by_forward(self.net)
         for name, before in self._saved_tensors.items():
             detached_local(current[name]).copy_(detached_local(before))
         set_generator_states(self._saved_generators, device_of(self.net))
@@ -113,7 +113,7 @@ def check_finite_state(net: nn.Module, optimizer: torch.optim.Optimizer, where: 
         NonFiniteError: on every rank, if any rank has a non-finite tensor.
     """
     order, finding = NO_FINDING, ""
-    for index, (name, tensor) in enumerate(_training_state(net, optimizer)):
+    for index, (name, tensor) in enumerate(_iterate_training_state(net, optimizer)):
         value = non_finite_value(detached_local(tensor))
         if value is not None:
             # The state has no order in time; across ranks, the lowest index decides.
@@ -134,7 +134,7 @@ def is_finite(loss: Tensor, norm: Tensor) -> tuple[bool, float, float]:
     return all(map(math.isfinite, values)), values[0], values[1]
 
 
-def _training_state(
+def _iterate_training_state(
     net: nn.Module, optimizer: torch.optim.Optimizer
 ) -> Iterator[tuple[str, Tensor]]:
     names: dict[Tensor, str] = {}
@@ -142,7 +142,7 @@ def _training_state(
         names[parameter] = name
         if parameter.requires_grad:
             yield f"parameter {name}", parameter
-    for name, tensor in _tensors_changed_by_forward(net).items():
+    for name, tensor in _find_tensors_changed_by_forward(net).items():
         yield f"buffer {name}", tensor
     for param, state in optimizer.state.items():
         for key, tensor in state.items():
@@ -150,8 +150,8 @@ def _training_state(
                 yield f"optimizer state {key} of {names.get(param)}", tensor
 
 
-def _tensors_changed_by_forward(net: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers and parameters that `forward` may update in place, by name."""
+def _find_tensors_changed_by_forward(net: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers and parameters that a forward pass may update in place, by name."""
     if not isinstance(net, ParallelModule):
         # Without a captured graph, only buffers may be known to change, as those of batch norm.
         return dict(net.named_buffers())

@@ -100,7 +100,7 @@ class _FollowedFile:
         self._unfinished = b""
 
     def read(self) -> None:
-        """Call `on_line` with each line appended to the file, and to a file that replaced it."""
+        """Call `on_line` with each line appended to the file or to the file that replaced it."""
         for file in self._open_files_to_read():
             # A read may end within a line, or within a character of several bytes.
             *lines, self._unfinished = (self._unfinished + file.read()).split(b"\n")

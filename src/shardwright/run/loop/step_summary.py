@@ -29,7 +29,7 @@ MATRIX_PRODUCT = re.compile(r"aten::(\w*mm|\w*conv\w*|linear|matmul|mv|addmv|dot
 MATRIX, ATTENTION_KIND, OTHER, RECOMPUTED, UPDATE = COMPUTATION
 # Not `OTHER`: a composite operator without a category of its own may contain matrix products.
 INHERITED_KINDS = (MATRIX, ATTENTION_KIND, RECOMPUTED, UPDATE, EXPOSED_COMMUNICATION)
-"""Categories that an event passes on to the events nested in it."""
+"""Categories that an event's nested events inherit."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class StepSummary:
         """
         events, summary = list(events), cls()
         host = [each for each in events if _is_host_event(each)]
-        for event, context in _events_with_contexts(host):
+        for event, context in _iterate_events_with_contexts(host):
             microseconds = (
                 sum(kernel.duration for kernel in event.kernels)
                 if is_accelerated
@@ -84,7 +84,9 @@ class StepSummary:
         # Replaces the sum over host events: kernels of communication overlap those of computation.
         if is_accelerated:
             kernels = [e for e in events if not (_is_host_event(e) or e.is_user_annotation)]
-            summary.seconds_of[EXPOSED_COMMUNICATION] = _exposed_microseconds(kernels) / 1e6 / steps
+            summary.seconds_of[EXPOSED_COMMUNICATION] = (
+                _compute_exposed_microseconds(kernels) / 1e6 / steps
+            )
         return summary
 
     def _add_event(
@@ -95,7 +97,7 @@ class StepSummary:
         weight: float,
         is_accelerated: bool,
     ) -> None:
-        """Add the time of a profiler event, and the bytes that it sends, to the averages.
+        """Add the time and the sent bytes of a profiler event to the averages per step.
 
         Args:
             self_seconds: self time of the event, divided by the number of steps.
@@ -141,7 +143,9 @@ def _is_host_event(event: Any) -> bool:
     return bool(event.device_type.name == "CPU")
 
 
-def _events_with_contexts(host_events: Sequence[Any]) -> Iterator[tuple[Any, _EventContext]]:
+def _iterate_events_with_contexts(
+    host_events: Sequence[Any],
+) -> Iterator[tuple[Any, _EventContext]]:
     """Yield profiler events of the host with their contexts, parents before their children."""
     stack = [
         (event, _EventContext())
@@ -151,12 +155,12 @@ def _events_with_contexts(host_events: Sequence[Any]) -> Iterator[tuple[Any, _Ev
     ]
     while stack:
         event, parent = stack.pop()
-        context = _context_of_event(event, parent)
+        context = _derive_event_context(event, parent)
         yield event, context
         stack.extend((child, context) for child in event.cpu_children)
 
 
-def _context_of_event(event: Any, parent: _EventContext) -> _EventContext:
+def _derive_event_context(event: Any, parent: _EventContext) -> _EventContext:
     """Return the context of an event whose enclosing event has the context `parent`."""
     name = event.name
     # Before categories are inherited: communication during recomputation is communication.
@@ -199,7 +203,7 @@ def _self_microseconds(event: Any) -> float:
     return max(0.0, float(event.time_range.elapsed_us()) - children)
 
 
-def _exposed_microseconds(kernels: Sequence[Any]) -> float:
+def _compute_exposed_microseconds(kernels: Sequence[Any]) -> float:
     """Return the microseconds of communication that no computation overlaps."""
     # Sweeps over starts (+1) and ends (-1) of kernels, counting running communication kernels
     # (True) and computation kernels (False).
