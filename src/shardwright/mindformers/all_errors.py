@@ -26,10 +26,10 @@ class AllErrors:
     _wrong_keys: list[str] = field(default_factory=list)
 
     def read(self, reader: Callable[[], _Result]) -> _Result | None:
-        """Call `reader` until no key is invalid, each time treating one more key as missing; return
-        its result, or None if an error remains.
+        """Call `reader` repeatedly to collect its errors; return its result, or None on an error.
 
-        An error whose message names an earlier invalid key may be a consequence, and is dropped.
+        Each call treats one more invalid key as missing. An error whose message names an earlier
+        invalid key may be a consequence, and is dropped.
         """
         # Ends, because each repetition ignores one more key.
         while True:

@@ -69,9 +69,9 @@ class Keys:
         return self._opened_sections[name]
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> Keys:
-        """Return a reader of this section with values for keys that it does not have.
+        """Return a reader of this section that uses `defaults` for missing keys.
 
-        Keys that the new reader reads count as read here.
+        Keys read by the new reader count as read by this reader too.
         """
         content = {**defaults, **self.content}
         # `replace` passes on the sets of this reader, so that keys read there count here.
@@ -103,7 +103,7 @@ class Keys:
         number = default if value is None else _parse_number(value)
         if number is None:
             if value is None:
-                raise self._missing_key_error(name)
+                raise self._make_missing_key_error(name)
             raise self.error(name, f"{value!r} is not a number\nset it to a number such as 0.5")
         if not (minimum <= number and above < number < below):
             bounds = ((minimum, "at least"), (above, "above"), (below, "below"))
@@ -225,7 +225,7 @@ class Keys:
     def _make_full_key(self, name: str) -> str:
         return f"{self.path}.{name}" if self.path else str(name)
 
-    def _missing_key_error(self, name: str) -> ConfigError:
+    def _make_missing_key_error(self, name: str) -> ConfigError:
         return self.error(name, "the key is missing")
 
 

@@ -141,8 +141,10 @@ def _read_blocks(section: Keys, name: str, stages: int, chunks: int) -> StageBlo
 
 
 def _parse_blocks(section: Keys, name: str, value: Any, stages: int, chunks: int) -> StageBlocks:
-    """Parse the blocks to recompute: a flag for all blocks, a list with a number of blocks for each
-    pipeline stage, or for each chunk of a stage such a list.
+    """Parse the blocks to recompute.
+
+    The value is a flag for all blocks, a list of numbers of blocks (one per pipeline stage), or a
+    list of these lists (one per chunk of a stage).
 
     Raises:
         ConfigError: if the value has another form.
@@ -169,10 +171,10 @@ def _parse_blocks(section: Keys, name: str, value: Any, stages: int, chunks: int
 def _read_operator_patterns(
     section: Keys, name: str, stages: int, chunks: int
 ) -> Mapping[str, StageBlocks] | None:
-    """Read the blocks in which operators are recomputed, by name pattern of the operators.
+    """Read the name patterns of operators to recompute, each with the blocks that it applies to.
 
-    Patterns in a list apply to all blocks. Returns None if the key has neither a mapping nor a list
-    of patterns.
+    Patterns in a list apply to all blocks. Returns None if the value is neither a mapping nor a
+    list of patterns.
     """
     value = section.any(name)
     if isinstance(value, list) and value and all(isinstance(each, str) for each in value):
@@ -189,8 +191,7 @@ def _read_operator_patterns(
 def _match_op_types(
     section: Keys, patterns: Mapping[str, StageBlocks], notes: list[str]
 ) -> dict[str, StageBlocks]:
-    """Return, for each operator type that a name pattern matches, the blocks in which it is
-    recomputed.
+    """Map each operator type that a name pattern matches to the blocks that recompute it.
 
     Raises:
         ConfigError: if two patterns match one operator type, but have different blocks.

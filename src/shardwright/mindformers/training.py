@@ -243,8 +243,8 @@ class Batch:
         )
 
     def _get_accumulation_key_and_steps(self) -> tuple[str, int]:
-        """Return the configuration key and value of the number of micro-batches, or without a
-        pipeline of the gradient accumulation steps."""
+        """Return configuration key and value of the number of micro-batches (with a pipeline) or of
+        gradient accumulation steps (without)."""
         if self.parallelism.pipelined:
             return "micro_batch_num", self.parallelism.micro_batch_num
         return "gradient_accumulation_steps", self.gradient_accumulation_steps

@@ -203,7 +203,7 @@ def _read_dimensions(
         # None is a value: queries without a latent.
         hf["q_lora_rank"] = config.any("q_lora_rank")
     # Megatron-LM's key for the opposite of `tie_word_embeddings`.
-    if not config.flag("untie_embeddings_and_output_weights", not _ties_embeddings(config)):
+    if not config.flag("untie_embeddings_and_output_weights", not _read_tied_embeddings(config)):
         hf["tie_word_embeddings"] = True
     if scaling := _read_rope_scaling(config):
         hf["rope_parameters"] = scaling
@@ -231,7 +231,7 @@ def _read_dimensions(
         raise ConfigError(f"{config.file}: {config.path}: {error}") from None
 
 
-def _ties_embeddings(config: Keys) -> bool:
+def _read_tied_embeddings(config: Keys) -> bool:
     return config.flag("tie_word_embeddings", False)
 
 
