@@ -74,12 +74,12 @@ def register_with_transformers(attention: Attention) -> str:
     from transformers import AttentionInterface, AttentionMaskInterface
 
     name = f"shardwright_{attention}"
-    AttentionInterface.register(name, partial(_attention_for_transformers, attention))
-    AttentionMaskInterface.register(name, _mask_for_transformers)
+    AttentionInterface.register(name, partial(_compute_attention_for_transformers, attention))
+    AttentionMaskInterface.register(name, _build_mask_for_transformers)
     return name
 
 
-def _attention_for_transformers(
+def _compute_attention_for_transformers(
     attention: Attention,
     module: nn.Module,
     query: Tensor,
@@ -121,8 +121,8 @@ def _attention_for_transformers(
     return attended.transpose(1, 2), None
 
 
-def _mask_for_transformers(**options: Any) -> Tensor | None:
-    """Return the attention mask that `transformers` builds; None for a plain causal mask.
+def _build_mask_for_transformers(**options: Any) -> Tensor | None:
+    """Build the attention mask with `transformers`; None if plain causal attention suffices.
 
     Sliding windows, padding and special cases of models need the mask.
     """

@@ -87,7 +87,7 @@ def pin_expert(
             shard(
                 # Weights of linear layers are `[outputs, inputs]`.
                 _unwrap_lora_linear(module),
-                (_column_input_layout(net, path, layout), layout("mp", "None")),
+                (_choose_column_input_layout(net, path, layout), layout("mp", "None")),
             )
         elif name in ROW:
             # The partial sums of a row-parallel layer are reduced into the layout of the residual.
@@ -98,7 +98,7 @@ def pin_expert(
             )
             has_row_layers = True
         elif _has_expert_weights(module):
-            shard(module, _expert_layouts(module, expert_layout))
+            shard(module, _list_expert_layouts(module, expert_layout))
         elif name in NORM and isinstance(module, (nn.RMSNorm, nn.LayerNorm)):
             # Norms of other classes are composed of several operators, whose strategies propagate.
             shard(module, (output, *(None for _ in module.parameters())))
@@ -119,14 +119,17 @@ def pin_expert(
 
 
 def _has_expert_weights(module: nn.Module) -> bool:
-    """Whether the weights of all experts are parameters of `module`, gated or not."""
+    """Whether `module` stores the weights of all experts in its own parameters."""
     up = getattr(module, "gate_up_proj", getattr(module, "up_proj", None))
     return isinstance(up, nn.Parameter)
 
 
-def _expert_layouts(module: nn.Module, layout: Layout) -> tuple[TensorLayout | None, ...]:
-    """Return the layouts of an expert layer's inputs (tokens, expert ids, routing weights) and
-    parameters (projections, then biases); None for a layout to be propagated."""
+def _list_expert_layouts(module: nn.Module, layout: Layout) -> tuple[TensorLayout | None, ...]:
+    """Return the layouts of an expert layer's inputs and parameters; None to derive a layout.
+
+    The inputs are tokens, expert ids and routing weights; the parameters are the projections, then
+    the biases.
+    """
     # Gate and up projections share a dimension: (2, width) if concatenated, (width, 2) if
     # interleaved. Only the width is sharded.
     width_dimensions = (
@@ -140,7 +143,7 @@ def _expert_layouts(module: nn.Module, layout: Layout) -> tuple[TensorLayout | N
     return layout("dp", "cp", "None"), None, None, *projections, *(biases if has_biases else ())
 
 
-def _column_input_layout(net: nn.Module, path: str, layout: Layout) -> TensorLayout:
+def _choose_column_input_layout(net: nn.Module, path: str, layout: Layout) -> TensorLayout:
     """Return the layout of the input of a column-parallel layer."""
     if path.endswith("query_layer.self_attn.q_proj"):
         # The queries of PanguAlpha's query layer are shared by all samples: no batch dimension.

@@ -84,7 +84,7 @@ class GPTFeedForward(nn.Module):
 
 
 class GPTBlock(nn.Module):
-    """A pre-norm transformer block; with `queries`, the query layer of PanguAlpha."""
+    """A pre-norm transformer block; PanguAlpha's query layer if called with `queries`."""
 
     def __init__(self, sizes: Dimensions, attention: Attention, activation: Activation) -> None:
         super().__init__()

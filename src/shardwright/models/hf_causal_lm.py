@@ -54,7 +54,7 @@ def causal_lm(source: str | Path | Mapping[str, Any], attention: Attention) -> n
         )
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     # The constructor of the model reads it from here.
-    config._attn_implementation = _attention_implementation(model_class, config, attention)
+    config._attn_implementation = _choose_attention_implementation(model_class, config, attention)
     try:
         return CausalLM(model_class(config))
     # Raised for arguments that contradict each other.
@@ -65,7 +65,9 @@ def causal_lm(source: str | Path | Mapping[str, Any], attention: Attention) -> n
         ) from error
 
 
-def _attention_implementation(model_class: Any, config: Any, attention: Attention) -> str | None:
+def _choose_attention_implementation(
+    model_class: Any, config: Any, attention: Attention
+) -> str | None:
     """Return the `attn_implementation` of a model; None for the default of `transformers`."""
     # Soft-capping (Gemma 2) changes scores before the softmax, and models with attention sinks are
     # not compatible with attention backends.
