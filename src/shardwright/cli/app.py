@@ -50,7 +50,7 @@ app = typer.Typer(
 
 
 def echo(text: str, err: bool = False) -> None:
-    """Print text without control characters: names in plans and other files may have any.
+    """Print text with escaped control characters, which names in plans and other files may have.
 
     All commands print by this function, or by a `PrintableConsole`.
 
@@ -163,7 +163,7 @@ def _print_traceback(*error: Any) -> None:
 
 @contextmanager
 def _escape_control_characters() -> Iterator[None]:
-    """Context in which warnings and log messages are printed without control characters."""
+    """Context in which warnings and log messages are printed with escaped control characters."""
     format_warning, handler = warnings.formatwarning, logging.lastResort
 
     def format_printable(message: Any, category: Any, *where: Any, **options: Any) -> str:

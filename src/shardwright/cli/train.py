@@ -173,7 +173,7 @@ def _train_on_node(node: Node, options: _TrainOptions) -> None:
     logs = LogFolder(options.log_dir)
     if node.rank == 0:
         # Released before the ranks start, of which rank 0 locks the folders itself.
-        with lock_folders(*_output_folders(run, logs)):
+        with lock_folders(*_list_output_folders(run, logs)):
             run.check_checkpoints()
             logs.clear(num_ranks=1, keep_steps=run.resumes)
     # A node may rejoin a run in progress, so its ranks always resume. The check above on node 0
@@ -192,8 +192,8 @@ def _train_or_launch(options: _TrainOptions) -> None:
     timeout = timedelta(seconds=run.config.train.timeout_seconds)
     # Under torchrun rank 0 takes the locks; a rank of this command inherits its launcher's.
     with (
-        check_same_run(world, _settings_equal_on_nodes(run), timeout, run.config.train.device),
-        lock_folders(*(_output_folders(run, logs) if world.rank == 0 else ())) as locks,
+        check_same_run(world, _collect_node_settings(run), timeout, run.config.train.device),
+        lock_folders(*(_list_output_folders(run, logs) if world.rank == 0 else ())) as locks,
     ):
         # On several nodes, the cluster of the configuration must have nodes of this size.
         if world.local_size < world.size:
@@ -223,7 +223,7 @@ def _train_or_launch(options: _TrainOptions) -> None:
             _LocalRankLauncher(options, run, logs, locks).train(plan_or_search, device_range)
 
 
-def _settings_equal_on_nodes(run: Run) -> dict[str, object]:
+def _collect_node_settings(run: Run) -> dict[str, object]:
     """Return the settings that must be equal on all nodes of a run, by configuration key."""
     # `resume` may differ, because a node that rejoins resumes.
     sections = run.config.model_dump(mode="json", exclude={"train": {"resume"}})
@@ -236,7 +236,7 @@ def _settings_equal_on_nodes(run: Run) -> dict[str, object]:
     return {"shardwright": __version__, **keys}
 
 
-def _output_folders(run: Run, logs: LogFolder) -> list[Path]:
+def _list_output_folders(run: Run, logs: LogFolder) -> list[Path]:
     """Return the folders that a run writes to."""
     checkpoints = run.checkpoints()
     return [logs.root] if checkpoints is None else [logs.root, checkpoints.folder]
@@ -245,10 +245,11 @@ def _output_folders(run: Run, logs: LogFolder) -> list[Path]:
 def _load_or_search_plan(
     run: Run, options: _TrainOptions, device_range: DeviceRange | None, world: World
 ) -> tuple[Run, Plan | Callable[[], Plan]]:
-    """Return the run adjusted to its number of devices, and its plan.
+    """Adjust the run to its number of devices, and load or search for its plan.
 
-    With several launched ranks and no saved plan, returns a function that searches for a plan, to
-    be called on one rank after all ranks have joined.
+    Returns:
+        The run, and its plan. With several launched ranks and no saved plan, the plan is a function
+        that searches for it, to be called on one rank after all ranks have joined.
     """
     file, devices = options.plan, options.devices
     saved = Plan.load(file) if file is not None else None
