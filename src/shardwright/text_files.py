@@ -169,7 +169,7 @@ def parse_json(text: str, location: str, error_type: ErrorType) -> Any:
             data.
     """
     try:
-        data = json.loads(text, object_pairs_hook=_dict_with_unique_keys)
+        data = json.loads(text, object_pairs_hook=_make_dict_with_unique_keys)
         # JSON has no aliases, so the size of the text bounds the number of values.
         _check_plain_data(data, math.inf)
     except json.JSONDecodeError as error:
@@ -277,7 +277,7 @@ def _describe_unsupported_value(value: Any) -> str:
     return ""
 
 
-def _dict_with_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _make_dict_with_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     unique: dict[str, Any] = {}
     for key, value in pairs:
         if key in unique:
