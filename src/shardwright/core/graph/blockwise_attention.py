@@ -75,7 +75,9 @@ def blockwise_attention(
     # Index of the key at the position of query 0, once the keys at negative positions are dropped.
     mask = _BlockMask(tensors, vectors, terms, causal, window, start - max(0, first_key))
     for slices, allowed in mask.blocks():
-        out[..., slices[0], :] = _attend_block(_slice_rows(tensors, slices), allowed, scale)
+        out[..., slices[0], :] = _attend_block(
+            _slice_block_tensors(tensors, slices), allowed, scale
+        )
     return out, query.new_zeros(query.shape[:-1], dtype=torch.float32)
 
 
@@ -122,20 +124,21 @@ def _attention_backward(
     for slices, allowed in mask.blocks():
         # Autograd is off inside operators; here it recomputes and differentiates one block.
         with autograd_in_operators():
-            blocks = [tensor.detach().requires_grad_() for tensor in _slice_rows(tensors, slices)]
+            blocks = [
+                tensor.detach().requires_grad_() for tensor in _slice_block_tensors(tensors, slices)
+            ]
             block = _attend_block(blocks, allowed, scale)
         part_gradients = torch.autograd.grad(block, blocks, gradient[..., slices[0], :])
         # Several blocks of queries read a key, so its gradients add up.
         for total, part_gradient in zip(
-            _slice_rows(nonnegative_gradients, slices), part_gradients, strict=True
+            _slice_block_tensors(nonnegative_gradients, slices), part_gradients, strict=True
         ):
             total += part_gradient
     return gradients
 
 
 Slices = tuple[slice, slice, slice]
-"""Positions that one block of attention reads: a slice of the queries, of the keys and of the
-values."""
+"""Slices of the query, key and value positions that one block of attention reads."""
 
 
 class _BlockMask:
@@ -206,14 +209,16 @@ class _BlockMask:
 
 
 def _trim_to_allowed_keys(keys: slice, allowed: Tensor) -> tuple[slice, Tensor]:
-    """Return the range from the first to the last key that any query of the block reads, and the
-    mask of that range; at least one key remains."""
+    """Return the range from the first to the last key that the block reads, and its mask.
+
+    The range has at least one key, even if no query reads any.
+    """
     read_keys = allowed.flatten(0, -2).any(0).nonzero()
     first, last = (int(read_keys[0]), int(read_keys[-1])) if len(read_keys) else (0, 0)
     return slice(keys.start + first, keys.start + last + 1), allowed[..., first : last + 1]
 
 
-def _slice_rows(tensors: Sequence[Tensor], slices: Slices) -> list[Tensor]:
+def _slice_block_tensors(tensors: Sequence[Tensor], slices: Slices) -> list[Tensor]:
     return [tensor[..., rows, :] for tensor, rows in zip(tensors, slices, strict=True)]
 
 

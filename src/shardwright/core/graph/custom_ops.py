@@ -333,8 +333,7 @@ def masked_attention(
     scale: float | None = None,
     start: int | torch.SymInt = 0,
 ) -> Tensor:
-    """Compute attention under a mask that is computed block by block from vectors, e.g. document
-    ids.
+    """Compute attention under a mask computed block by block from vectors, e.g. document ids.
 
     Args:
         query: `[batch, heads, queries, size]`.
@@ -369,8 +368,7 @@ def run_steps(steps: Steps, x: Tensor) -> Tensor:
 
 
 def _is_step_reference(argument: Any) -> bool:
-    """Whether an argument such as `"%1"` refers to the input or to the result of an earlier
-    step."""
+    """Whether an argument of a step, such as `"%1"`, refers to the input or an earlier result."""
     return isinstance(argument, str) and argument.startswith("%")
 
 

@@ -101,7 +101,7 @@ def paired_operators(graph: Graph, twin: Graph) -> dict[Op, Op]:
 
     Casts between floating-point dtypes are omitted, as a graph in float64 has fewer.
     """
-    ops, twin_ops = ([op for op in g.ops if not _is_float_cast(op)] for g in (graph, twin))
+    ops, twin_ops = ([op for op in g.ops if not _is_cast_between_floats(op)] for g in (graph, twin))
     # A model may branch on dtypes, and then have other operators in float64.
     if [_get_comparable_target(op) for op in ops] != [
         _get_comparable_target(op) for op in twin_ops
@@ -128,7 +128,7 @@ def _convert_target_to_float64(op: Op) -> Any:
     return op.target if as_float64 is None else as_float64()
 
 
-def _is_float_cast(op: Op) -> bool:
+def _is_cast_between_floats(op: Op) -> bool:
     """Whether the operator converts one floating-point dtype to another."""
     # The second input of `type_as` only supplies the dtype.
     values = (*op.inputs[:1], *op.outputs)

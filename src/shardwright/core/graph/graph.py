@@ -23,7 +23,7 @@ from shardwright.core.torch_internals.operators import OpOverload, operator_name
 
 
 class Origin(Enum):
-    """Where a tensor of a graph comes from: the call, the module, capture, or an operator."""
+    """Source of a tensor of a graph: the call, the module, capture, or an operator."""
 
     INPUT = "input"
     PARAMETER = "parameter"
@@ -283,7 +283,7 @@ class Graph:
     python: PythonCall | None = None
 
     def result(self, outputs: Sequence[Any]) -> Any:
-        """Return the model's result, in its pytree structure, with `outputs` as leaves."""
+        """Return the model's result: `outputs` in the pytree structure `out_spec`."""
         # Behind the leaves of the result are the tensors that the call stores in Python objects.
         return pytree.tree_unflatten(list(outputs[: self.out_spec.num_leaves]), self.out_spec)
 
@@ -304,12 +304,12 @@ class Graph:
 
     @cached_property
     def producer(self) -> dict[Value, Op]:
-        """Operator that computes each activation, by activation."""
+        """Map from each activation to the operator that computes it."""
         return {value: op for op in self.ops for value in op.outputs}
 
     @cached_property
     def consumers(self) -> dict[Value, tuple[tuple[Op, int], ...]]:
-        """Readers of each value: (operator, index among its inputs) of each read."""
+        """Map from each value to its reads: (operator, index among the operator's inputs)."""
         # An entry for each value, also if nothing reads it.
         consumers: dict[Value, list[tuple[Op, int]]] = {value: [] for value in self.values()}
         for op in self.ops:
@@ -327,8 +327,10 @@ class Graph:
 
     @property
     def is_term_of_batch(self) -> bool:
-        """Whether the graph was rewritten so that its loss is a term of the loss of the global
-        batch; such a term differs from the loss of a call with the micro-batch alone."""
+        """Whether the graph computes a term of the loss of the global batch.
+
+        Such a term differs from the loss of a call with only the micro-batch.
+        """
         return isinstance(self.whole_batch, WholeBatch) and self.whole_batch.rewritten
 
     @property

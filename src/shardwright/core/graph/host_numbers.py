@@ -1,4 +1,4 @@
-"""Operations on Python numbers in a graph that Dynamo recorded."""
+"""Operations on Python numbers in a graph of TorchDynamo, which run outside of the program."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from torch import Tensor, fx
 class HostNumbers:
     """Operations of a graph on Python numbers, which run in Python on every rank.
 
-    Numbers that only Python code reads may come from tensors, as in `losses.append(loss.item())`.
-    They are computed from the outputs of the program.
+    A number that only Python code reads may come from a tensor, as in `losses.append(loss.item())`.
+    It is computed from an output of the program.
 
     Args:
-        inputs: the graph inputs that are numbers, each with its index.
+        inputs: index of each graph input that is a number, by node.
         nodes: the operations on these inputs, in order.
-        read: nodes of the numbers that operators on tensors read.
+        read: nodes of the numbers that tensor operators read.
         outputs: the graph outputs that are numbers, by index.
-        items: index of the graph output whose value a call of `item` returns, by node of the call.
+        items: for each `item` call that only Python code reads, the index of the graph output on
+            which it is called.
         later: the operations that read results of `items`, in order.
     """
 
@@ -126,16 +127,17 @@ def _find_item_calls(
         on_host = {*items, *later, output}
         # If an operator on tensors reads an item, operations that combine it with other items are
         # not on the host either, so repeat until nothing changes.
-        read_outside = _find_nodes_read_outside(graph, on_host)
+        read_outside = _find_nodes_read_by_tensor_operators(graph, on_host)
         remaining = [item for item in items if item not in read_outside]
         if remaining == items:
             return tuple(items), later
         items = remaining
 
 
-def _find_nodes_read_outside(graph: fx.Graph, on_host: Collection[fx.Node]) -> set[fx.Node]:
-    """Return the nodes whose value, or a number computed from it, is read by an operation outside
-    of `on_host`."""
+def _find_nodes_read_by_tensor_operators(
+    graph: fx.Graph, on_host: Collection[fx.Node]
+) -> set[fx.Node]:
+    """Return the nodes that an operation not in `on_host` reads, directly or through others."""
     read_outside: set[fx.Node] = set()
     # Users come after the node, so that one pass from the end suffices.
     for node in reversed(graph.nodes):
@@ -150,7 +152,7 @@ def _reads_tensor_value(node: fx.Node) -> bool:
 
 
 def _add_tensor_output(graph: fx.Graph, item: fx.Node, output: fx.Node) -> int:
-    """Add an output with the tensor that `item` reads, without its gradient; return its index."""
+    """Add the detached tensor that `item` reads to the graph outputs; return its output index."""
     (source,) = item.all_input_nodes
     with graph.inserting_before(item):
         tensor = graph.call_method("detach", (source,))

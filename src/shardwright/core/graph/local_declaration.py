@@ -46,7 +46,7 @@ class Declaration:
 
     @cached_property
     def input_dims(self) -> tuple[DimNames, ...]:
-        return tuple(map(_get_dim_names, self.inputs))
+        return tuple(map(_parse_dim_names, self.inputs))
 
     @cached_property
     def output_dims(self) -> tuple[DimNames, ...]:
@@ -56,7 +56,7 @@ class Declaration:
         """
         input_names = {name for dims in self.input_dims for name in dims}
         return tuple(
-            tuple(name if name in input_names else None for name in _get_dim_names(entry))
+            tuple(name if name in input_names else None for name in _parse_dim_names(entry))
             for entry in self.outputs
         )
 
@@ -85,6 +85,6 @@ class Declaration:
         return tuple(sizes.get(name, size) for name, size in pairs)
 
 
-def _get_dim_names(entry: ShapeEntry) -> DimNames:
+def _parse_dim_names(entry: ShapeEntry) -> DimNames:
     # A number is the size of a dimension that no input has.
     return tuple(None if token[0] == "_" or token.isdigit() else token for token in entry)

@@ -103,7 +103,7 @@ def connect_unused_inputs(
 
 
 def reached_by_gradients(results: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[bool]:
-    """Return for each input whether a result depends on the input.
+    """Return, for each input, whether a gradient of the results reaches it.
 
     Args:
         results: the results of the code.
@@ -167,7 +167,7 @@ class _ConnectUnusedInputs(torch.autograd.Function):
 
 
 RunLocally = Callable[[Sequence[Tensor]], Sequence[Tensor]]
-"""Function from local input tensors to local results."""
+"""Code of a `local_map`: function from local input tensors to local results."""
 
 
 def on_each_rank(run: RunLocally, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -36,8 +36,8 @@ log = logging.getLogger("shardwright.cost")
 
 
 ForkGenerators = Callable[[], AbstractContextManager[Callable[[int], object]]]
-"""Function that makes a context; the context restores the random generators on exit, and yields a
-function that seeds the generators."""
+"""Factory of contexts that restore the random generators on exit; each yields a function that seeds
+the generators."""
 
 
 class Body(Protocol):
@@ -78,7 +78,7 @@ class FunctionBody:
 
 
 def function_text(function: Callable[..., Any]) -> str:
-    """Return module and name of a function, with the arguments that `functools.partial` binds.
+    """Return the qualified name of a function, with the arguments bound by `functools.partial`.
 
     The text is equal on all ranks.
     """
@@ -255,8 +255,7 @@ class LocalCall:
 
     @property
     def _equality_key(self) -> tuple[Any, ...]:
-        """Fields that determine equality; names, models and sizes follow from the operator's
-        arguments."""
+        """Fields by which calls are compared; calls of two layers with equal code are equal."""
         dtypes = tuple(dtype for _, dtype in self.results)
         # By `repr`, as constants may have neither a hash nor an equality by contents.
         constants = repr(self.constants)
@@ -284,13 +283,14 @@ class LocalCall:
 
     @property
     def is_opaque(self) -> bool:
-        """Whether capture cannot determine which tensors the backward pass of the call reads and
-        which inputs get gradients."""
+        """Whether capture knows neither the saved tensors of the call nor its input gradients."""
         return self.sample is None or self.saved_bytes is not None
 
     def is_mean(self, output: int) -> bool:
-        """Whether result number `output` is the mean of the local results over ranks. New values of
-        changed buffers are means."""
+        """Whether result `output` is the mean of the local results of all ranks.
+
+        New values of changed buffers follow the results, and are means.
+        """
         partial = self.declaration.partial
         return output >= len(partial) or partial[output] == "mean"
 
@@ -350,7 +350,7 @@ class LocalCall:
             self._check_container(result, len(results))
         # A buffer that this call did not change keeps its value.
         buffers = [after.get(index, state[index]).detach() for index in self.changed]
-        return self._check_results([*results, *buffers], tensors)
+        return self._require_declared_results([*results, *buffers], tensors)
 
     def _check_container(self, result: Any, count: int) -> None:
         """Check the type of the return value of code that capture could not run.
@@ -375,7 +375,7 @@ class LocalCall:
             )
 
     def _make_dtype_context(self, tensors: Sequence[Tensor]) -> AbstractContextManager[Any]:
-        """Return the context of float64 or autocast in which the code runs."""
+        """Return the context in which the code runs: float64, autocast, or none."""
         if self.in_float64:
             return everything_in_float64()
         if self.autocast is None:
@@ -395,7 +395,7 @@ class LocalCall:
             for index, (shape, dtype) in enumerate(self.results)
         ]
 
-    def _check_results(
+    def _require_declared_results(
         self, results: Sequence[Tensor], tensors: Sequence[Tensor]
     ) -> tuple[Tensor, ...]:
         """Return `results`, after checking them against the declaration.

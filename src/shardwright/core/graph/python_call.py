@@ -62,8 +62,7 @@ class PythonCall:
 
     @property
     def depends_on_calls(self) -> bool:
-        """Whether two calls with halves of a batch may give other results than one call with the
-        full batch, because of Python state."""
+        """Whether Python state makes two calls with halves of a batch differ from one full call."""
         return self.changes_objects or bool(self.current)
 
     @property
@@ -107,7 +106,7 @@ class PythonCall:
         return self.capture.around(outputs)
 
     def _run_program(self, inputs: Sequence[Any]) -> list[Any]:
-        """Run the current program on inputs of Dynamo's graph; return the outputs of that graph."""
+        """Run the current program in place of Dynamo's graph: map its inputs to its outputs."""
         numbers = self.numbers.values(inputs)
         constants = {name: inputs[index] for name, index in self.state.items()}
         for name, node in self.number_constants.items():

@@ -187,7 +187,7 @@ def needed_in_backward(graph: Graph) -> frozenset[InputUse]:
 
 
 def saved_before_update(graph: Graph) -> frozenset[Value]:
-    """Return the buffers that `forward` updates and whose old values autograd saves."""
+    """Return the buffers whose old values autograd saves although `forward` updates them."""
     updated = frozenset(before for before, _ in graph.updates).intersection(graph.buffers)
     if not updated:
         return updated

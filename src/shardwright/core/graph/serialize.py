@@ -151,7 +151,7 @@ class _GraphReader:
         if name in _LEAF_FORMATS:
             leaf_type, _, from_text = _LEAF_FORMATS[name]
             # A damaged name may be that of any attribute of torch.
-            return _check_leaf_type(leaf_type, from_text(entries[0]))
+            return _require_leaf_type(leaf_type, from_text(entries[0]))
         if name == "Value":
             value = Value(*map(self.read, entries))
             self._values.append(value)
@@ -159,7 +159,7 @@ class _GraphReader:
         return _CONSTRUCTORS[name](*map(self.read, entries))
 
 
-def _make_op(*entries: Any) -> Op:
+def _make_checked_op(*entries: Any) -> Op:
     """Construct an `Op` after checking that its keywords, which appear in generated source, are
     identifiers.
 
@@ -176,7 +176,7 @@ def _make_op(*entries: Any) -> Op:
 
 
 _CONSTRUCTORS: dict[str, Callable[..., Any]] = {
-    "Op": _make_op,
+    "Op": _make_checked_op,
     "Graph": Graph,
     "WholeBatch": WholeBatch,
     "dict": lambda *entries: dict(zip(entries[::2], entries[1::2], strict=True)),
@@ -235,11 +235,10 @@ _LEAF_FORMATS: dict[str, tuple[Any, Callable[[Any], str], Callable[[str], Any]]]
     "structure": (TreeSpec, treespec_dumps, treespec_loads),
     "tensor": (torch.Tensor, _encode_tensor, _decode_tensor),
 }
-"""Types that are written as strings, by name of the type in the file: (type, function to a string,
-function from a string)."""
+"""Types that are written as strings, by name in the file: (type, encoder, decoder)."""
 
 
-def _check_leaf_type(leaf_type: Any, obj: Any) -> Any:
+def _require_leaf_type(leaf_type: Any, obj: Any) -> Any:
     if not isinstance(obj, leaf_type):
         raise TypeError(
             f"damaged graph: it contains {obj!r} in place of a {leaf_type.__name__}\n"

@@ -170,8 +170,7 @@ def _find_crossing_values(
     ops_of_chunk: Iterable[tuple[Op, ...]],
     repeatable: frozenset[Value],
 ) -> dict[Value, tuple[int, int]]:
-    """Map each value that a later chunk receives to (index of the chunk that computes the value,
-    index of the last chunk that reads the value)."""
+    """Map each value that a later chunk receives to its (producing chunk, last reading chunk)."""
     last: dict[Value, int] = {}
     for chunk_index, ops in enumerate(ops_of_chunk):
         for op in ops:
