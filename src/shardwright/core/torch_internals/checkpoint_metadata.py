@@ -89,9 +89,9 @@ def loads_metadata(content: bytes) -> Metadata:
     chunk_ids: set[int] = set()
     for key, entry in entries.items():
         # Other entries are of objects that DCP has pickled, which are not loaded.
-        if _check_type(entry, _PickledObject).name != "TensorStorageMetadata":
+        if _require_type(entry, _PickledObject).name != "TensorStorageMetadata":
             continue
-        tensors[_check_type(key, str)] = _convert_tensor_metadata(entry, chunk_ids)
+        tensors[_require_type(key, str)] = _convert_tensor_metadata(entry, chunk_ids)
     return Metadata(tensors, storage_data=_convert_chunk_locations(storage, tensors))
 
 
@@ -106,7 +106,7 @@ def _convert_chunk_locations(
     """
     converted: dict[MetadataIndex, _StorageInfo] = {}
     for key, info in storage.items():
-        name = _get_required_field(_check_type(key, _PickledObject), "fqn", str)
+        name = _get_required_field(_require_type(key, _PickledObject), "fqn", str)
         if name not in tensors:
             continue
         # pickle leaves out fields that are None.
@@ -114,7 +114,7 @@ def _convert_chunk_locations(
         index = MetadataIndex(
             name,
             None if offset is None else _convert_torch_size(offset),
-            None if number is None else _check_size_or_position(number),
+            None if number is None else _require_size_or_position(number),
         )
         if _get_field_or_none(info, "transform_descriptors"):
             raise ValueError(
@@ -122,7 +122,7 @@ def _convert_chunk_locations(
                 " without compression"
             )
         start, length = (
-            _check_size_or_position(_get_required_field(info, field, int))
+            _require_size_or_position(_get_required_field(info, field, int))
             for field in ("offset", "length")
         )
         converted[index] = _StorageInfo(
@@ -139,7 +139,7 @@ def _convert_tensor_metadata(entry: _PickledObject, chunk_ids: set[int]) -> Tens
         chunk_ids: ids of the chunks of earlier tensors, to which the ids of this tensor's chunks
             are added.
     """
-    state = _check_type(_get_required_field(entry, "properties", _PickledObject).state, tuple)
+    state = _require_type(_get_required_field(entry, "properties", _PickledObject).state, tuple)
     chunks = _get_required_field(entry, "chunks", list)
     known_chunks = len(chunk_ids)
     chunk_ids.update(map(id, chunks))
@@ -150,7 +150,7 @@ def _convert_tensor_metadata(entry: _PickledObject, chunk_ids: set[int]) -> Tens
         )
     return TensorStorageMetadata(
         # `TensorProperties` is pickled as a tuple, with the dtype first.
-        TensorProperties(_check_type(state[0], torch.dtype)),
+        TensorProperties(_require_type(state[0], torch.dtype)),
         _convert_torch_size(_get_required_field(entry, "size", _PickledObject)),
         [
             ChunkStorageMetadata(
@@ -165,15 +165,15 @@ def _convert_tensor_metadata(entry: _PickledObject, chunk_ids: set[int]) -> Tens
 
 
 def _convert_torch_size(record: object) -> torch.Size:
-    record = _check_type(record, _PickledObject)
+    record = _require_type(record, _PickledObject)
     sizes = record.args[0] if record.name == "Size" and len(record.args) == 1 else None
-    numbers = [_check_size_or_position(size) for size in _check_type(sizes, tuple)]
+    numbers = [_require_size_or_position(size) for size in _require_type(sizes, tuple)]
     # Tensors with a size of 0 have no elements, however large their other sizes are.
-    _check_size_or_position(prod(size for size in numbers if size))
+    _require_size_or_position(prod(size for size in numbers if size))
     return torch.Size(numbers)
 
 
-def _check_size_or_position(value: object) -> int:
+def _require_size_or_position(value: object) -> int:
     # Exact, as True and False are ints.
     if type(value) is not int or not 0 <= value < _MAX_NUMBER:
         raise ValueError(
@@ -183,7 +183,7 @@ def _check_size_or_position(value: object) -> int:
     return value
 
 
-def _check_type(value: object, expected: type[FieldT]) -> FieldT:
+def _require_type(value: object, expected: type[FieldT]) -> FieldT:
     if not isinstance(value, expected):
         raise ValueError(
             f"the metadata has a {type(value).__name__} in place of a {expected.__name__}: copy"
@@ -193,7 +193,7 @@ def _check_type(value: object, expected: type[FieldT]) -> FieldT:
 
 
 def _get_field_or_none(record: object, name: str) -> Any:
-    state = _check_type(record, _PickledObject).state
+    state = _require_type(record, _PickledObject).state
     # A dataclass without fields that are set has no state; one with slots has a pair.
     return state.get(name) if isinstance(state, dict) else None
 
@@ -231,18 +231,18 @@ class _DataUnpickler(_Unpickler):
         # For NEWOBJ and REDUCE, which both have the arguments above a class or function on the
         # stack.
         args, reference = self.stack.pop(), self.stack.pop()
-        record = _PickledObject(_check_type(reference, _PickledObject).name)
-        record.args = _check_type(args, tuple)
+        record = _PickledObject(_require_type(reference, _PickledObject).name)
+        record.args = _require_type(args, tuple)
         self.stack.append(record)
 
     def load_build(self) -> None:
         # The object stays on the stack, below its state.
         state = self.stack.pop()
-        _check_type(self.stack[-1], _PickledObject).state = state
+        _require_type(self.stack[-1], _PickledObject).state = state
 
     def load_setitems(self) -> None:
         items: list[Any] = self.pop_mark()  # type: ignore[attr-defined]
-        mapping = _check_type(self.stack[-1], dict)
+        mapping = _require_type(self.stack[-1], dict)
         for key, value in zip(items[::2], items[1::2], strict=True):
             # Hashing a tuple recurses, so that a deep one would overflow the stack.
             if not isinstance(key, str | _PickledObject):
@@ -254,8 +254,8 @@ class _DataUnpickler(_Unpickler):
 
     def load_setitem(self) -> None:
         value, key = self.stack.pop(), self.stack.pop()
-        mapping = _check_type(self.stack[-1], dict)
-        mapping[key if isinstance(key, _PickledObject) else _check_type(key, str)] = value
+        mapping = _require_type(self.stack[-1], dict)
+        mapping[key if isinstance(key, _PickledObject) else _require_type(key, str)] = value
 
 
 _PLAIN_OPCODES = (

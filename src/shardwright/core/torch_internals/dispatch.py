@@ -111,7 +111,7 @@ def autocast_kernels(kernels: Mapping[str, Callable[..., object]]) -> Iterator[N
 
 
 AutocastState = tuple[str, bool]
-"""Device type of an autocast context, and whether autocast is enabled."""
+"""(device type, whether autocast is enabled) of a `torch.autocast` context."""
 
 
 def autocast_state_of(autocast: torch.autocast) -> AutocastState:

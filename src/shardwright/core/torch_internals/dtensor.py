@@ -19,8 +19,10 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from shardwright.core.torch_internals.tensors import as_subclass
 
 StridedShard = _StridedShard
-"""Placement of a mesh axis that shards a tensor dimension after a later mesh axis: a rank owns
-blocks that are `split_factor` apart. `Shard` expresses sharding in order of mesh axes only."""
+"""DTensor's placement for two mesh axes that shard one dimension in reverse order of the mesh.
+
+`Shard` can only express sharding in order of the mesh axes.
+"""
 
 
 def local_tensor(tensor: DTensor) -> Tensor:

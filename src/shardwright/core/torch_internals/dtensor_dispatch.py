@@ -104,7 +104,7 @@ def run_unless_mixed(
                     _convert_gradients_to_full(leaf)
     # PyTorch would write the local shard of a result into an ordinary tensor of one element.
     written = written_arguments(operator)
-    if written and any(_are_tensors_written(written, args, kwargs)):
+    if written and any(_iterate_written_flags(written, args, kwargs)):
         return fallback(operator, args, kwargs, None)
     try:
         return operator(*args, **kwargs)
@@ -115,7 +115,7 @@ def run_unless_mixed(
         return fallback(operator, args, kwargs, mixed)
 
 
-def _are_tensors_written(
+def _iterate_written_flags(
     written: Sequence[tuple[int, str]], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Iterator[bool]:
     """Yield True for each ordinary tensor among the arguments that an operator writes to.

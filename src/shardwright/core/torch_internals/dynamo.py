@@ -126,8 +126,10 @@ Traced = TypeVar("Traced", bound=Callable[..., Any])
 
 
 def as_one_call(function: Traced) -> Traced:
-    """Make Dynamo record a call of `function` as one graph node: Dynamo calls `function` with fake
-    tensors, and does not trace into `function`."""
+    """Make Dynamo record each call of `function` as one graph node, without tracing into it.
+
+    During the trace, Dynamo calls `function` with fake tensors.
+    """
     allowed: Traced = allow_in_graph(function)  # type: ignore[no-untyped-call]
     return allowed
 
@@ -167,8 +169,10 @@ _trace_numpy = NumpyVariable.call_function
 
 
 def _trace_numpy_call(function: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-    """Trace a NumPy call, but evaluate functions of constants, and fail on random draws, which
-    Dynamo would draw from torch's generator instead of NumPy's."""
+    """Trace a NumPy call; evaluate a function of constants, and fail on a random draw.
+
+    Dynamo would draw from the generator of torch instead of NumPy's.
+    """
     is_random = getattr(get_np_to_tnp_map().get(function.value), "__module__", "").endswith(
         "random"
     )
@@ -433,22 +437,29 @@ def _find_changed_objects(side_effects: SideEffects) -> Iterator[ChangedObject]:
             # ones.
             before = getattr(existing[key], "__dict__", {})
             changed = [
-                name for name, end in attributes.items() if not _is_restored(before, name, end)
+                name
+                for name, end in attributes.items()
+                if not _is_restored_constant(before, name, end)
             ]
             if changed:
                 yield ChangedObject(existing[key], tuple(changed))
 
 
-def _is_restored(before: Mapping[str, Any], name: str, after: VariableTracker) -> bool:
-    """Whether an attribute has the same constant value before and after the trace, as a flag that
-    code sets for the duration of a call."""
+def _is_restored_constant(before: Mapping[str, Any], name: str, after: VariableTracker) -> bool:
+    """Whether an attribute has its earlier constant value again after the trace.
+
+    Code may set a flag for the duration of a call.
+    """
     if name not in before or not isinstance(after, ConstantVariable):
         return False
     return type(before[name]) is type(after.value) and bool(before[name] == after.value)
 
 
 def _get_module_of_global_variable(source: Any) -> Any:
-    """Return the name of the module of a global variable; None for the traced function's module."""
+    """Return the module name of a Dynamo source that is a global variable.
+
+    Returns None for the module of the traced function.
+    """
     if isinstance(source, GlobalSource):
         return None
     # `import_source` names the module of another function by an alias of its dotted name.
@@ -463,12 +474,14 @@ def _delete_global_if_unchanged(scope: dict[str, Any], name: str, value: object)
 
 
 class _InputsReachedError(Exception):
-    """Raised to end a call of captured bytecode where the graph would run."""
+    """Raised to stop captured bytecode before it runs the graph, when it has read all inputs."""
 
 
 def _is_needed_guard(entry: Any, unguarded: frozenset[int]) -> bool:
-    """Whether to build the guard `entry`: not for tensors with an id in `unguarded`, and not for
-    guards that the caller checks."""
+    """Whether to build the guard `entry`.
+
+    No guard is built for tensors with an `id()` in `unguarded`, nor for what the caller checks.
+    """
     if isinstance(entry.value, Tensor) and id(entry.value) in unguarded:
         return False
     # `module.to(x.device)` looks at gradients, which the traced copy lacks, and moves nothing.

@@ -108,7 +108,7 @@ class CachedFunctionCalls:
 
 
 def _was_created_in_trace(variable: VariableTracker) -> bool:
-    """Whether an object was created during the trace."""
+    """Whether the object that a Dynamo variable represents was created during the trace."""
     # Dynamo's classes are `ValueMutationNew`, `AttributeMutationNew`, and the same with `Existing`.
     return type(variable.mutation_type).__name__.endswith("New")
 

@@ -22,7 +22,7 @@ from torch._dynamo.variables.lists import DequeVariable, ListVariable, TupleVari
 
 
 class ExistingListVariable(ListVariable):
-    """List of the user whose length is guarded only if traced code reads the list.
+    """Dynamo variable of an existing list, whose length is guarded only if the list is read.
 
     Appending and extending do not read the list.
 
@@ -30,7 +30,8 @@ class ExistingListVariable(ListVariable):
         items: the elements.
         num_existing: number of elements before the trace.
         is_guarded: whether the length is guarded.
-        is_traced: whether the trace has ended; later reads of the elements only write bytecode.
+        is_traced: whether the trace has ended; then Dynamo reads the elements only to write
+            bytecode.
     """
 
     def __init__(
@@ -90,13 +91,15 @@ class ExistingListVariable(ListVariable):
 
 @contextmanager
 def tracing_existing_containers() -> Iterator[None]:
-    """Context manager in which Dynamo knows the `maxlen` of existing deques, and guards the length
-    of existing lists only if it is read."""
+    """Context manager in which Dynamo handles deques with `maxlen` and lists that grow.
+
+    Dynamo then guards the length of an existing list only if traced code reads the list.
+    """
     wrap = builder.VariableBuilder.wrap_listlike
 
     def wrapped(self: Any, value: Any) -> Any:
         if type(value) is list:
-            return _wrap_list(wrap, self, value)
+            return _wrap_existing_list(wrap, self, value)
         variable = wrap(self, value)
         if isinstance(value, deque) and value.maxlen is not None:
             variable.maxlen = ConstantVariable.create(value.maxlen)  # type: ignore[attr-defined]
@@ -107,7 +110,7 @@ def tracing_existing_containers() -> Iterator[None]:
         yield
 
 
-def _wrap_list(wrap: Callable[..., Any], variable_builder: Any, value: list[Any]) -> Any:
+def _wrap_existing_list(wrap: Callable[..., Any], variable_builder: Any, value: list[Any]) -> Any:
     # The builder would guard the length at once.
     with patch.object(variable_builder, "install_guards"):
         variable = wrap(variable_builder, value)
@@ -124,7 +127,7 @@ def _wrap_list(wrap: Callable[..., Any], variable_builder: Any, value: list[Any]
 
 
 def replay_all_contents(side_effects: SideEffects) -> None:
-    """Make the bytecode of a trace replay the order and number of entries of changed containers."""
+    """Make bytecode replay the contents of changed deques and the entry order of changed dicts."""
     for variable in side_effects.id_to_variable.values():
         if isinstance(variable, ExistingListVariable):
             variable.is_traced = True

@@ -15,7 +15,7 @@ grad_fn_getter: Any = Tensor.grad_fn.__get__  # type: ignore[union-attr]
 """The `func` argument that a `TorchFunctionMode` receives for `tensor.grad_fn`."""
 
 Hooks = MutableMapping[int, Callable[..., Any]]
-"""Hooks by the id of their `RemovableHandle`."""
+"""Map from the id of a `RemovableHandle` to its hook."""
 
 HooksOfModules = Mapping[str, tuple[Hooks, Hooks]]
 """Pre-forward hooks and forward hooks of each module, by module path."""
@@ -119,10 +119,10 @@ def hooks_of_result(tensor: Tensor) -> Mapping[str, Hooks]:
 
 def _collect_hooks_by_method(methods: Mapping[str, Callable[..., Any]]) -> Mapping[str, Hooks]:
     # The handle refers to the dictionary weakly.
-    return {name: method(_keep_gradient).hooks_dict_ref() for name, method in methods.items()}
+    return {name: method(_ignore_gradient).hooks_dict_ref() for name, method in methods.items()}
 
 
-def _keep_gradient(*_: object) -> None:
+def _ignore_gradient(*_: object) -> None:
     """Hook that does not change the gradient."""
 
 

@@ -69,15 +69,15 @@ class LocalTensorMode(TorchLocalTensorMode):  # type: ignore[no-untyped-call]
             result = _call_on_each_rank(func, self.ranks, args, kwargs)
             if func.is_view:
                 # With this mode, as PyTorch would enter its own mode for each size that is read.
-                with _on_dispatch_stack(self):
+                with _push_dispatch_mode(self):
                     _share_storage(result, args[0])
             return result
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 @contextmanager
-def _on_dispatch_stack(mode: TorchLocalTensorMode) -> Iterator[None]:
-    """Context manager in which `mode` handles operators, as in a call from outside of the mode."""
+def _push_dispatch_mode(mode: TorchLocalTensorMode) -> Iterator[None]:
+    """Context manager in which `mode`, which PyTorch disables in its own handler, is active."""
     _push_mode(mode)
     try:
         yield
@@ -86,8 +86,7 @@ def _on_dispatch_stack(mode: TorchLocalTensorMode) -> Iterator[None]:
 
 
 def _share_storage(views: Tensor | Sequence[Tensor], tensor: Tensor) -> None:
-    """Set the storage of a `LocalTensor` on its views, so that code recognizes the shared
-    memory."""
+    """Give views the storage of their `LocalTensor`, so that code sees that they share memory."""
     # Operators such as `split` return several views.
     for view in [views] if isinstance(views, Tensor) else views:
         torch._functionalize_unsafe_set(view, tensor)

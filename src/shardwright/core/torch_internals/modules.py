@@ -40,12 +40,11 @@ def own_buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
 
 @dataclass(frozen=True)
 class TensorSlots:
-    """The attributes that hold given parameters and buffers of a module.
+    """The attributes of a module and its submodules that contain given parameters and buffers.
 
     Args:
-        owners: for each tensor, the submodules and attribute names that hold the tensor; several
-            pairs for a tied tensor.
-        recurrent: recurrent submodules, whose `_flat_weights` list holds their parameters too.
+        owners: for each tensor, (submodule, attribute name) pairs; several for a tied tensor.
+        recurrent: recurrent submodules, whose `_flat_weights` list also contains their parameters.
     """
 
     owners: tuple[tuple[tuple[nn.Module, str], ...], ...]
@@ -53,7 +52,7 @@ class TensorSlots:
 
     @classmethod
     def of(cls, module: nn.Module, names: Sequence[Sequence[str]]) -> TensorSlots:
-        """Find the attributes that hold given parameters and buffers of a module.
+        """Find the attributes that contain given parameters and buffers of a module.
 
         Args:
             module: the module.
@@ -76,7 +75,7 @@ class TensorSlots:
 
     @contextmanager
     def holding(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Context manager in which the attributes hold `tensors`, in the order of `owners`."""
+        """Context manager in which the attributes contain `tensors`, in the order of `owners`."""
         replaced: list[tuple[dict[str, Any], str, Any]] = []
         flat_weights = [module._flat_weights for module in self.recurrent]
         try:

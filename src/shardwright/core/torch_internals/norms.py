@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from shardwright.core.torch_internals.compiled import is_compiling
 
 IMPLEMENTATION_VARIABLE = "func"
-"""Name of the closure variable that holds the implementation of `clip_grad_norm_`."""
+"""Name of the closure variable of `clip_grad_norm_` that is its implementation."""
 
 NON_FINITE = (
     "The total norm of order {} for gradients from `parameters` is non-finite, so it cannot be "
@@ -25,7 +25,7 @@ NON_FINITE = (
 
 
 class Norms(Protocol):
-    """Computation of total norms of tensors that are sharded or on several devices."""
+    """Interface of total norms over tensors that are sharded or on several devices."""
 
     def total(
         self,

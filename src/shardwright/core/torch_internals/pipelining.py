@@ -52,10 +52,12 @@ class SequentialDualPipeV(ScheduleDualPipeV):
     """
 
     def _calculate_single_rank_operations(self, rank: int) -> list[TorchAction | None]:
-        return list(_flatten_pairs(super()._calculate_single_rank_operations(rank)))
+        return list(_split_overlapped_actions(super()._calculate_single_rank_operations(rank)))
 
 
-def _flatten_pairs(actions: Iterable[TorchAction | None]) -> Iterator[TorchAction | None]:
+def _split_overlapped_actions(
+    actions: Iterable[TorchAction | None],
+) -> Iterator[TorchAction | None]:
     for action in actions:
         # Only a pair of a forward and a backward pass has sub-actions.
         yield from (action,) if action is None or not action.sub_actions else action.sub_actions

@@ -55,9 +55,8 @@ def register_objects(value: Any, only_tensors: bool = False) -> None:
 
     Args:
         value: a pytree.
-        only_tensors: whether to register nothing if an object has a field that is not a tensor,
-            number or string, nor a container or object of these, as a rebuilt object would lack the
-            field.
+        only_tensors: whether to register nothing if an object has a field that a rebuilt object
+            would lack. Fields may be tensors, numbers, strings, and containers or objects of these.
 
     Raises:
         CaptureError: if an object contains itself.
@@ -67,7 +66,7 @@ def register_objects(value: Any, only_tensors: bool = False) -> None:
         while classes := {
             type(leaf) for leaf in _pytree.tree_leaves(value) if _is_unregistered_object(leaf)
         }:
-            if only_tensors and not _has_only_tensors(value):
+            if only_tensors and not _has_only_tensors_and_plain_values(value):
                 return
             for cls in classes:
                 _register_class(cls)
@@ -168,8 +167,8 @@ def _register_class(cls: type) -> None:
         unflatten,
         flatten_with_keys_fn=_flatten_object_with_keys,
         serialized_type_name=_make_serialized_class_name(cls),
-        to_dumpable_context=_structure_to_json,
-        from_dumpable_context=_structure_from_json,
+        to_dumpable_context=_convert_structure_to_json,
+        from_dumpable_context=_convert_structure_from_json,
     )
 
 
@@ -209,11 +208,14 @@ def register_keys(structure: Any) -> None:
     serialized = _pytree.SUPPORTED_SERIALIZED_TYPES[cls]
     if serialized.serialized_type_name == _pytree.NO_SERIALIZED_TYPE_NAME_FOUND:
         serialized = type(serialized)(
-            cls, _make_serialized_class_name(cls), _structure_to_json, _structure_from_json
+            cls,
+            _make_serialized_class_name(cls),
+            _convert_structure_to_json,
+            _convert_structure_from_json,
         )
         _pytree.SUPPORTED_SERIALIZED_TYPES[cls] = serialized
         _pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE[serialized.serialized_type_name] = cls
-    if serialized.to_dumpable_context is _structure_to_json:
+    if serialized.to_dumpable_context is _convert_structure_to_json:
         _cache_structure(context)
 
 
@@ -333,8 +335,10 @@ class UnreadField:
 
 
 _classes_with_tensors: set[type] = set()
-"""Classes of which an object with tensors was flattened. Their objects are flattened even if other
-leaves, such as the tensors' names, replace the tensors."""
+"""Classes whose objects have contained tensors; their objects are never constants.
+
+An object may be flattened again after other leaves, such as names, have replaced its tensors.
+"""
 
 
 def _flatten_object(value: Any) -> tuple[list[Any], Any]:
@@ -370,8 +374,10 @@ def _flatten_object_with_keys(value: Any) -> tuple[list[Any], Any]:
 
 
 _cached_structures: dict[str, Any] = {}
-"""Structures with constants, by their `repr`. Rank 0 broadcasts the `repr`, by which other ranks
-look up the structure of the equal call that they have flattened."""
+"""Structures with constants, by their `repr`.
+
+Rank 0 broadcasts the `repr`; other ranks look up the equal structure of their own call.
+"""
 
 
 def _cache_structure(structure: Any) -> Any:
@@ -384,14 +390,14 @@ def _cache_structure(structure: Any) -> Any:
     return structure
 
 
-def _structure_to_json(structure: Any) -> Any:
+def _convert_structure_to_json(structure: Any) -> Any:
     simple = isinstance(structure, _ObjectStructure) and not structure.constants
     if simple and all(isinstance(key, (str, int)) for key in structure.items):
         return [list(structure.items), list(structure.attributes), structure.is_own_dict]
     return [repr(_cache_structure(structure))]
 
 
-def _structure_from_json(content: Any) -> Any:
+def _convert_structure_from_json(content: Any) -> Any:
     # A single entry is the `repr` of a structure with constants.
     if len(content) > 1:
         items, attributes, is_own_dict = content
@@ -457,7 +463,7 @@ def _is_child_of_structure(value: Any) -> bool:
 
 
 def _is_constant_field(value: Any) -> bool:
-    """Whether the value of a field, which is not a child, cannot change."""
+    """Whether a field that is not a pytree child has an immutable value."""
     if isinstance(value, (*_CONSTANT_TYPES, *_LEAF_TYPES, type, range, slice)):
         return True
     if isinstance(value, frozenset):
@@ -482,7 +488,7 @@ def _has_tensor(value: Any, depth: int = 0) -> bool:
     return any(_has_tensor(item, depth + 1) for item in contents)
 
 
-def _has_only_tensors(value: Any, depth: int = 0) -> bool:
+def _has_only_tensors_and_plain_values(value: Any, depth: int = 0) -> bool:
     """Whether a value contains only tensors, numbers and strings, in any containers and objects."""
     if isinstance(value, Tensor) or type(value) in _LEAF_TYPES:
         return True
@@ -490,13 +496,13 @@ def _has_only_tensors(value: Any, depth: int = 0) -> bool:
     builtin = cls in (dict, list, tuple, OrderedDict)
     if cls in _pytree.SUPPORTED_NODES and not builtin:
         children = _pytree.SUPPORTED_NODES[cls].flatten_fn(value)[0]
-        return all(_has_only_tensors(child, depth + 1) for child in children)
+        return all(_has_only_tensors_and_plain_values(child, depth + 1) for child in children)
     if depth > _MAX_DEPTH or (
         not builtin and (_find_builtin_base_class(cls) is None or not _has_tensor(value))
     ):
         return False
     contents = (*_get_items_by_key(value).values(), *_get_attributes_by_name(value).values())
-    return all(_has_only_tensors(item, depth + 1) for item in contents)
+    return all(_has_only_tensors_and_plain_values(item, depth + 1) for item in contents)
 
 
 def _describe_contents(value: Any, depth: int = 0) -> str:

@@ -31,8 +31,9 @@ class ShapeGuards:
 
 
 def suppose_size(size: SymInt, number: int) -> None:
-    """Make Python branches on a data-dependent size take the path for `number`; the size stays
-    symbolic in the graph.
+    """Make Python branches on a data-dependent size take the path for `number`.
+
+    The size remains symbolic in the graph.
 
     PyTorch offers this for real tensors that are propagated beside fake tensors.
     """
@@ -49,22 +50,24 @@ def supposed_size(size: int | SymInt) -> int:
 
 
 def depends_on_positive_sizes(size: SymInt) -> bool:
-    """Whether a branch that `suppose_size` decided, in the trace of this size, differs for other
-    sizes above 0."""
+    """Whether a branch decided by `suppose_size`, in the trace of `size`, may differ for other
+    positive sizes."""
     environment = size.node.shape_env
     checks = (check for group in environment.deferred_runtime_asserts.values() for check in group)
     conditions = [check.expr for check in checks if check.msg.startswith(_SUPPOSED)]
     supposed = environment.real_tensor_prop_unbacked_vals
-    return any(not _holds_above_zero(condition, supposed) for condition in conditions)
+    return any(not _holds_for_positive_sizes(condition, supposed) for condition in conditions)
 
 
 _SUPPOSED = "propagate_real_tensors"
-"""Start of the messages of runtime checks that PyTorch adds for branches on a supposed size."""
+"""Prefix of the messages of PyTorch's runtime checks for branches decided by `suppose_size`."""
 
 
-def _holds_above_zero(condition: Any, supposed: Mapping[Any, Any]) -> bool:
-    """Whether a condition on a symbolic size holds for all sizes above 0; True if the size was
-    supposed to be 0."""
+def _holds_for_positive_sizes(condition: Any, supposed: Mapping[Any, Any]) -> bool:
+    """Whether a condition on a symbolic size holds for all positive sizes, by trial.
+
+    True if the size is 0 in the trace.
+    """
     if condition.is_Equality and all(side.is_Symbol for side in condition.args):
         # Rows that are selected twice by one mask have two symbols.
         return True

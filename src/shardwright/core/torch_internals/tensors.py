@@ -104,9 +104,8 @@ def as_subclass(tensor_class: type[Subclass], tensor: Tensor) -> Subclass:
 def prioritize_gradient(tensor: Tensor) -> Tensor:
     """Make the backward pass run the autograd node of `tensor` as soon as its gradient is complete.
 
-    The engine runs ready nodes in descending order of sequence number, which is the order of
-    creation, so that a node created early waits for all later nodes. The node of `tensor` is given
-    the highest number, as leaves have. Returns `tensor`.
+    The autograd engine runs ready nodes in reverse order of their creation, so a node created early
+    waits for all later nodes. The node of `tensor` gets the priority of a leaf. Returns `tensor`.
     """
     # A leaf has no node, and accumulating into it has this priority anyway.
     if tensor.grad_fn is not None:
