@@ -134,7 +134,7 @@ class Record:
     _draws_by_state: dict[torch.Generator, dict[bytes, int]] = field(default_factory=dict)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Record:
-        """Return this record itself: a copy of a deferred tensor has the record of the original."""
+        """Return this record: a deep copy of a deferred tensor shares the original's record."""
         return self
 
     def storage_view(self, tensor: Tensor) -> StorageView:
@@ -217,11 +217,10 @@ class Record:
         return reads, updates, fills
 
     def last_draw(self, generator: torch.Generator) -> int | None:
-        """Return the index of the operation whose draw left `generator` in its current state; None
-        if no recorded draw did.
+        """Return the index of the operation whose draw left `generator` in its current state.
 
-        Each recorded draw advances the real generator by one random number, so that the generator's
-        state identifies the draw.
+        Returns None if no recorded draw did. Each recorded draw advances the real generator by one
+        random number, so that the generator's state identifies the draw.
         """
         # By a digest of the state, which has 5 KB for the CPU.
         return self._draws_by_state.get(generator, {}).get(
@@ -237,7 +236,7 @@ class Record:
         states[_hash_generator_state(generator.get_state())] = draw
 
     def forget_generator_states(self) -> None:
-        """Forget the recorded generator states, so that a replay does not advance generators."""
+        """Forget the generator states after draws, so that a replay does not advance generators."""
         # The keys stay, as a replay restores the states of these generators at its end.
         self._draws_by_state = {generator: {} for generator in self._draws_by_state}
 
@@ -279,8 +278,10 @@ OVERWRITING = frozenset(
         aten.zero_,
     }
 )
-"""In-place operators that overwrite a tensor without reading its values; operator schemas do not
-say so."""
+"""In-place operators that overwrite a tensor without reading its values.
+
+Operator schemas only say that these operators write.
+"""
 
 
 def bind_arguments(

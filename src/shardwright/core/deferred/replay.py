@@ -22,8 +22,7 @@ from shardwright.core.torch_internals.dispatch import without_dispatch_modes, wi
 from shardwright.errors import DeferredError
 
 OnFinished = Callable[[str, Tensor], Tensor]
-"""Function called with the name and value of a tensor as soon as the value is complete; returns the
-result to keep, such as a shard."""
+"""Function from the name and complete value of a tensor to the result to store, such as a shard."""
 
 
 def replay(
@@ -72,8 +71,8 @@ class ReplaySchedule:
     """Schedule of a replay: the recorded operations that compute requested tensors, in order.
 
     Args:
-        steps: for each operation, in order, its index in the record, the requested storages that
-            are complete after it, and the storages that can be freed after it.
+        steps: (index in the record, requested storages that are complete after the operation,
+            storages that can be freed after it) of each operation, in order.
         missing: storages that are read or requested but never initialized.
     """
 
@@ -89,7 +88,8 @@ def plan_replay(
     Args:
         record: the record of the operations.
         requested: views to compute, by name.
-        states: indices of operations whose generator state after the draw is requested too.
+        states: indices of operations with random draws; the generator states after these draws are
+            also computed.
     """
     finished = _group_storages_by_last_write(record, {view.storage for view in requested.values()})
     live: set[int] = set()
@@ -115,7 +115,7 @@ def plan_replay(
 
 
 def _group_storages_by_last_write(record: Record, storages: set[int]) -> dict[int, set[int]]:
-    """Return the storages whose last write is by an operation, by index of the operation.
+    """Group storages by the index of the operation that writes them last.
 
     Args:
         record: the record of the operations.

@@ -33,8 +33,10 @@ from shardwright.errors import DeferredError
 aten = torch.ops.aten
 
 RECORDS_OPERATORS = "records_in_its_place"
-"""Name of the attribute that marks tensor classes, such as `UninitializedShard`, which record
-operators themselves even if an argument is a deferred tensor."""
+"""Name of the attribute of tensor classes that record operators instead of `Deferred`.
+
+An example is `UninitializedShard`.
+"""
 
 
 class Deferred(Tensor):
