@@ -67,7 +67,7 @@ class SharedInputs:
     Args:
         leaf_indices: indices of the inputs among the leaves of a call's arguments.
         names: names of the inputs, for errors.
-        replica_groups: the ranks that must pass the same shard, for each shard of several ranks.
+        replica_groups: for each shard that several ranks pass, these ranks.
         shard_owners: for each shard, the first rank that passes it.
     """
 
@@ -83,10 +83,9 @@ class CallComparison:
 
     Args:
         call: the number of the call, from 1.
-        rows: int64 table on the host of shape (ranks, 2 + number of `SharedInputs` +
-            `NUM_COLUMNS`). A row has the hash of the call's signature, the batch size, hashes of
-            the inputs, and the record of the training since the previous call; valid once the
-            comparison has arrived.
+        rows: int64 table on the host, (ranks, 2 + number of `SharedInputs` + `NUM_COLUMNS`). A row
+            has the hash of the call's signature, the batch size, a hash for each `SharedInputs`,
+            and the training record since the previous call. Valid after `wait`.
         hashes: hashes of this rank's inputs; referenced here until the all-reduce has read them.
         work: handle of the asynchronous all-reduce.
         arrival: event recorded after the copy to the host; None on the CPU.
@@ -114,8 +113,8 @@ class BatchGuard:
     Args:
         devices: this rank's view of the devices.
         graph: the graph of the module, whose inputs are the arguments of the calls.
-        arrivals: for each input that ranks pass sharded, by name, the mesh axes that shard each of
-            its dimensions.
+        arrivals: mesh axes that shard each dimension of an input, by name of each input of which
+            ranks pass shards.
     """
 
     def __init__(self, devices: Devices, graph: Graph, arrivals: Mapping[str, CutAxes]) -> None:
@@ -232,10 +231,9 @@ class BatchGuard:
         return hashes
 
     def _make_row_table(self, signature: Hashable, leaves: Sequence[Any]) -> Tensor:
-        """Return the table for the all-reduce with this rank's row, without hashes of inputs and
-        the training record.
+        """Return a table (`CallComparison.rows`) with the signature and batch size of this rank.
 
-        The rows of other ranks are zero.
+        All other elements are zero.
         """
         columns = 2 + len(self._inputs) + NUM_COLUMNS
         table = torch.zeros(dist.get_world_size(), columns, dtype=torch.int64)
@@ -245,10 +243,10 @@ class BatchGuard:
         return table
 
     def _start_rank_comparison(self, rows: Tensor, contents: list[Tensor]) -> CallComparison:
-        """Start an all-reduce of the tables of all ranks, which is cheaper than gathering rows.
+        """Start an all-reduce of the tables of all ranks, which is faster than an all-gather.
 
         Args:
-            rows: this rank's table, of shape (ranks, 2 + number of `SharedInputs`).
+            rows: this rank's table, with the shape of `CallComparison.rows`.
             contents: hashes of this rank's inputs, and checksums of gradients, as scalars on the
                 device.
         """
@@ -274,10 +272,10 @@ class BatchGuard:
             return CallComparison(self._calls, rows, contents, work, self._side_stream.event())
 
     def _check_arrived_comparisons(self, min_count: int) -> None:
-        """Check the pending comparisons that have arrived, oldest first.
+        """Check pending comparisons that have finished, oldest first.
 
         Args:
-            min_count: number of comparisons to wait for.
+            min_count: number of comparisons for which to wait if they have not finished.
         """
         # At least `min_count`, then those that have arrived; in order, so that the oldest error is
         # raised.

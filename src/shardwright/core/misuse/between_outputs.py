@@ -38,8 +38,8 @@ class ReturnedOutput:
     Args:
         name: path of the output in the returned structure, such as `output['loss']`.
         source: the user's line that computes the output; empty if unknown.
-        computed_from: outputs from which this output is computed outside of its autograd graph, so
-            that its gradients do not reach the tensors returned for these outputs.
+        computed_from: outputs from which this output is computed, but whose returned tensors are
+            not in its autograd graph and so miss its gradient.
     """
 
     name: str
@@ -96,22 +96,20 @@ class WatchedOutput:
 
 
 class OutputsOffPath:
-    """The outputs of a program whose gradients would miss the contribution of other outputs
-    (off-path outputs).
+    """Detector of off-path outputs, whose gradients would miss the contribution of other outputs.
 
     Args:
         graph: the graph of the program.
         flow: communication of the program.
-        all_off_path: whether this holds for all outputs, as in a compiled program, where one
-            autograd node computes all outputs.
+        all_off_path: whether all outputs are off path, as in a compiled program, where one autograd
+            node computes all outputs.
     """
 
     def __init__(self, graph: Graph, flow: Communication, all_off_path: bool) -> None:
         self._graph = graph
         self._names: list[str] = []
         self._computed_from: dict[int, list[int]] = {}
-        """For each output, by index: indices of the outputs from which it is computed, and whose
-        gradients would miss its contribution."""
+        """Indices of the off-path outputs from which an output is computed, by its index."""
         for index, value in enumerate(graph.outputs):
             if not isinstance(value, Value) or not value.differentiable:
                 continue
@@ -136,7 +134,7 @@ class OutputsOffPath:
     def _watch_hooks_of_outputs(self, outputs: Sequence[Any], result: Any) -> None:
         refuse_gradients_of_outputs()
         # All calls of a program return results of one structure.
-        self._names = self._names or _name_outputs(result, len(outputs))
+        self._names = self._names or _list_output_names(result, len(outputs))
         watched: dict[int, WatchedOutput] = {}
         for index in sorted({i for indices in self._computed_from.values() for i in indices}):
             tensor = outputs[index]
@@ -173,8 +171,8 @@ class OutputsOffPath:
 def is_on_path(graph: Graph, flow: Communication, value: Value) -> bool:
     """Whether an uncompiled program computes other values from the tensor returned for `value`.
 
-    True if the tensor is not a DTensor, and the redistributions to all consumers begin with the
-    redistribution of the output.
+    True if the tensor is not a DTensor, and each consumer's redistribution begins with the
+    collectives of the output's.
 
     Args:
         graph: the graph of the program.
@@ -204,9 +202,8 @@ def _find_dependent_outputs(graph: Graph, value: Value) -> list[int]:
     return [index for index, output in enumerate(graph.outputs) if output in dependents]
 
 
-def _name_outputs(result: Any, count: int) -> list[str]:
-    """Return the name of each of `count` outputs of a graph: the leaves of `result`, then the
-    tensors that the call stores in Python objects."""
+def _list_output_names(result: Any, count: int) -> list[str]:
+    """Return names of `count` outputs, for errors: leaves of `result`, then stored tensors."""
     try:
         leaves, _ = pytree.tree_flatten_with_path(result)
     except ValueError:  # a registered class without `flatten_with_keys_fn`
@@ -218,12 +215,11 @@ def _name_outputs(result: Any, count: int) -> list[str]:
 def _make_incomplete_gradient_hook(
     output: ReturnedOutput, missing: Sequence[WatchedOutput]
 ) -> Callable[[Tensor | None], None]:
-    """Return a gradient hook of an output that raises an error if the user requests the gradient of
-    an output in `missing`, which would miss the contribution of this output.
+    """Return a gradient hook that raises PlanError if the user requests an incomplete gradient.
 
     Args:
         output: the output that gets the hook.
-        missing: outputs from which `output` is computed, and whose gradients would be incomplete.
+        missing: outputs from which `output` is computed, and whose gradients miss its contribution.
     """
 
     def refuse(gradient: Tensor | None) -> None:
@@ -255,8 +251,7 @@ def _make_incomplete_gradient_message(
 # Cached, so that the check is installed once per process.
 @cache
 def refuse_gradients_of_outputs() -> None:
-    """Make `torch.autograd.grad`, and `backward` with `inputs`, raise PlanError for outputs whose
-    gradients would be incomplete."""
+    """Make `torch.autograd.grad` and `backward(inputs=...)` reject off-path outputs."""
     check_before_grad(_check_requested_gradients)
 
 
@@ -274,8 +269,7 @@ def _check_requested_gradients(outputs: Sequence[Any], inputs: Sequence[Any]) ->
 def _iterate_reached_outputs(
     requested: set[ReturnedOutput], outputs: Sequence[Any]
 ) -> Iterator[ReturnedOutput]:
-    """Yield the outputs that a backward pass from `outputs` visits and that are computed from one
-    of `requested`."""
+    """Yield outputs computed from one of `requested` that a backward pass from `outputs` visits."""
     stack = [gradient_edge_of(each) for each in outputs]
     nodes, edges = set[Any](), set[tuple[Any, int]]()
     while stack:

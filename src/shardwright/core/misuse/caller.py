@@ -36,8 +36,7 @@ def is_called_by(*modules: str) -> bool:
 
 
 def optimizer_among_callers() -> Optimizer | None:
-    """Return the optimizer whose method is innermost on the call stack; None if no method of an
-    optimizer is running."""
+    """Return the optimizer of the innermost optimizer method on the call stack, or None."""
     for frame in _iterate_caller_frames():
         # The first local variable of a method is its `self`.
         variables = frame.f_code.co_varnames

@@ -28,7 +28,7 @@ absolute values; not zero, because kernels add in varying order."""
 
 
 class WatchGradient(Protocol):
-    """Function that registers the check of an output's gradients."""
+    """Function that registers a comparison between ranks of the gradient of an output."""
 
     def __call__(self, output: Tensor, name: str) -> None: ...
 

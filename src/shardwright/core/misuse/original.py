@@ -36,8 +36,8 @@ SUBMODULES, PARAMETERS, VALUES = "submodules", "parameters", "values of paramete
 TRAINED = "requires_grad of parameters"
 
 WatchedAttribute = tuple[str, str]
-"""A watched attribute: the path of a submodule, and the name of an attribute of the submodule or
-one of `SUBMODULES`, `PARAMETERS`, `VALUES` and `TRAINED`."""
+"""(path of a submodule, name of its attribute); the name may also be `SUBMODULES`, `PARAMETERS`,
+`VALUES` or `TRAINED`."""
 
 
 class OriginalModel:
@@ -115,7 +115,7 @@ class OriginalModel:
             each
             for each in changed
             if each not in self._warned_attributes
-            and not _has_equal_attribute_in_planned(each, original, copy)
+            and not _is_equal_in_planned_model(each, original, copy)
         ]
         self._warned_attributes.update(different)
         if different:
@@ -149,7 +149,7 @@ class OriginalModel:
                 yield (path, VALUES), tuple(map(version, parameters.values()))
 
 
-def _has_equal_attribute_in_planned(
+def _is_equal_in_planned_model(
     attribute: WatchedAttribute,
     original: Mapping[str, nn.Module],
     planned: Mapping[str, nn.Module],

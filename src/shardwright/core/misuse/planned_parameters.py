@@ -111,13 +111,14 @@ class PlannedParameters:
                     )
 
     def checks_before_backward(self, recomputes: bool) -> list[Callable[[], None]]:
-        """Return functions to call before the backward pass, which raise `RuntimeError` if a
-        parameter was modified in place since this call, like autograd's version check.
+        """Return checks, to run before the backward pass, that parameters are unmodified.
+
+        Like autograd's version check, they raise `RuntimeError` if a parameter was modified in
+        place since this call.
 
         Args:
-            recomputes: whether the backward pass recomputes operators, and so reads parameters that
-                autograd has not saved and does not check. Otherwise autograd's own check suffices,
-                and the list is empty.
+            recomputes: whether the backward pass recomputes operators from parameters that autograd
+                has not saved and does not check; if not, the list is empty.
         """
         if not recomputes:
             return []

@@ -1,7 +1,7 @@
 """Detect ranks that train differently between two calls of a model.
 
-An optimizer with other options on each rank, or a step that only some ranks make, would let the
-replicas of a parameter drift apart. `batch_guard` compares the records of the ranks
+If the options of an optimizer differ between ranks, or only some ranks make a step, the replicas of
+a parameter drift apart. `batch_guard` compares the records of the ranks
 (`core/runtime/training_record.py`) in the all-reduce of the next call.
 """
 
@@ -55,8 +55,8 @@ def check_equal_training(call: int, rows: Sequence[Sequence[int]]) -> None:
     for rank, record in enumerate(others, 1):
         for name, (problem, remedy) in _PROBLEMS_AND_REMEDIES.items():
             value, first_value = (
-                _get_comparable_value(record, name),
-                _get_comparable_value(first, name),
+                _get_field_for_comparison(record, name),
+                _get_field_for_comparison(first, name),
             )
             if not math.isclose(value, first_value, rel_tol=OPTION_TOLERANCE):
                 raise DataError(
@@ -65,9 +65,8 @@ def check_equal_training(call: int, rows: Sequence[Sequence[int]]) -> None:
                 )
 
 
-def _get_comparable_value(record: TrainingRecord, name: str) -> float:
-    """Return a field of a record; the learning rate as the mean over steps, instead of the recorded
-    sum."""
+def _get_field_for_comparison(record: TrainingRecord, name: str) -> float:
+    """Return a field of a record; for the learning rate, the mean instead of the sum over steps."""
     value: float = getattr(record, name)
     # The number of steps is equal here, as it is compared first.
     return value / max(1, record.steps) if name == "learning_rate" else value

@@ -88,8 +88,10 @@ def compute_unsupported_operators() -> None:
 
 
 def _assign_indexed_elements(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Compute `tensor[indices] = value`. PyTorch would gather a mask among `indices`, whose shape
-    then differs from the shape of the shards."""
+    """Compute `tensor[indices] = value` on DTensors without gathering a mask in `indices`.
+
+    PyTorch would gather the mask, whose shape then differs from that of the shards.
+    """
     operator, leaves = aten.index_put_.default, _find_tensor_arguments(args, kwargs)
     # Integer indices are left to DTensor.
     if not any(index is not None and index.dtype == torch.bool for index in args[1]):
@@ -230,8 +232,10 @@ def _run_operator_on_mixed_tensors(
 
 @cache
 def _get_mixed_call_counts() -> WeakKeyDictionary[object, Counter[tuple[Any, ...]]]:
-    """Return, for each optimizer (or device mesh, outside of optimizers), the number of calls by
-    operator and shapes of ordinary tensors."""
+    """Return the counters of calls with mixed tensors, by optimizer, or mesh outside of optimizers.
+
+    A counter maps (operator, shapes of ordinary tensors) to the number of calls.
+    """
     return WeakKeyDictionary()
 
 
@@ -296,6 +300,6 @@ def _refuse_fully_shard(parameter: Tensor) -> None:
 
 
 def _describe_step() -> str:
-    """Return the optimizer whose step is running as ` in Name.step`; empty outside of steps."""
+    """Return the running optimizer step as ` in `Name.step``, or `""`."""
     optimizer = optimizer_among_callers()
     return f" in `{type(optimizer).__name__}.step`" if optimizer is not None else ""
