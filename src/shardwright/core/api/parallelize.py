@@ -106,7 +106,7 @@ def _shard_in_place_or_copy(
     use_device(rank_device)
     # The graph of a plan is that of one mode: dropout and batch norms differ in the other.
     with _with_training_mode(net, plan.training):
-        graph = _check_plan_by_capture(net, plan, rank_device)
+        graph = _capture_checked_graph(net, plan, rank_device)
         partitioned = plan.partition(graph)
         devices = Devices.of_process(
             partitioned.mesh,
@@ -128,7 +128,7 @@ def _shard_in_place_or_copy(
     return parallel
 
 
-def _check_plan_by_capture(net: nn.Module, plan: Plan, device: torch.device) -> Graph:
+def _capture_checked_graph(net: nn.Module, plan: Plan, device: torch.device) -> Graph:
     """Return the graph of `net`, and check that model and plan match and are equal on all ranks.
 
     Raises:

@@ -71,7 +71,9 @@ class TransferLines:
             # Only started: the backward pass does not read the loss, and whoever reads it waits
             # (`pending_loss` of `lower`).
             prefix = "start" if transfer is self.pending else ""
-            return self._emit_step(transfer, prefix, self._bind_transfer(transfer), variable)
+            return self._emit_collective_call(
+                transfer, prefix, self._bind_transfer(transfer), variable
+            )
         # Nothing is computed between its producer and this line, so that it starts here.
         if transfer not in self._started_variables:
             self._emit_transfer_start(transfer, variable)
@@ -80,13 +82,15 @@ class TransferLines:
         for op in self.overlaps[transfer].delayed_linears:
             self._emit_gradient_delay(op, transfer)
         pending = self._started_variables[transfer]
-        return self._emit_step(
+        return self._emit_collective_call(
             transfer, "finish", self._bind_start_or_finish(transfer, FinishCollective), pending
         )
 
     def _emit_transfer_start(self, transfer: Transfer, variable: str) -> None:
         function = self._bind_start_or_finish(transfer, StartCollective)
-        self._started_variables[transfer] = self._emit_step(transfer, "start", function, variable)
+        self._started_variables[transfer] = self._emit_collective_call(
+            transfer, "start", function, variable
+        )
 
     def _emit_gradient_delay(self, op: Op, transfer: Transfer) -> None:
         """Emit the line whose backward pass computes the delayed weight gradient of `op`."""
@@ -99,7 +103,9 @@ class TransferLines:
         name = self.delayed[op] = self.source.name(weight)
         self.source.add([name], call, [weight], segment=transfer.segment)
 
-    def _emit_step(self, transfer: Transfer, prefix: str, function: Any, variable: str) -> str:
+    def _emit_collective_call(
+        self, transfer: Transfer, prefix: str, function: Any, variable: str
+    ) -> str:
         step = transfer.step
         axes = self.devices.matrix.named(step.axes, "_")
         dims = "_to_".join(f"dim{d}" for d in (step.dim, step.to_dim) if d is not None)

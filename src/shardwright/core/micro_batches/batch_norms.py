@@ -26,7 +26,8 @@ def takes_statistics(op: Op) -> bool:
 
 
 def use_of_statistics(op: Op) -> str:
-    """Return `NORMALIZES_ALL` for a batch norm, or `AVERAGES_ALL` for an instance norm."""
+    """Return the reason why `op` needs all samples: `NORMALIZES_ALL` for a batch norm, or
+    `AVERAGES_ALL` for an instance norm."""
     return NORMALIZES_ALL if op.target is batch_norm_train else AVERAGES_ALL
 
 

@@ -88,8 +88,8 @@ class Copyable:
         )
 
 
-def _refuse_distributed_data_parallel(net: ParallelModule) -> tuple[str, ...]:
-    """Raise an error on several devices; DDP calls this for the parameters that it ignores."""
+def _get_names_ignored_by_ddp(net: ParallelModule) -> tuple[str, ...]:
+    """Return () as the parameters that DDP ignores; raise an error on several devices."""
     if net.execution.devices.is_distributed:
         raise PlanError(
             f"DistributedDataParallel wraps the planned {type(net).__name__}, which reduces its"
@@ -102,7 +102,7 @@ def _refuse_distributed_data_parallel(net: ParallelModule) -> tuple[str, ...]:
 
 
 # Of a base class, so that it is not among the names that a user's model may not have.
-before_data_parallel(Copyable, _refuse_distributed_data_parallel)
+before_data_parallel(Copyable, _get_names_ignored_by_ddp)
 
 
 class ParallelModule(Copyable, nn.Module):

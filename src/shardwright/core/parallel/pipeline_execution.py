@@ -125,9 +125,9 @@ class PipelineExecution(Execution):
         state = super()._make_module_state_key()
         if self._state.changed_buffers:
             raise PlanError(
-                f"buffer {self._state.changed_buffers[0]!r}, on whose values shapes or branches of "
-                "the model depend, has changed since the model was planned; other pipeline stages "
-                "do not own it\nplan and parallelize the model again"
+                f"buffer {self._state.changed_buffers[0]!r} has changed since the model was "
+                "planned, but shapes or branches of the model depend on its values\nplan and "
+                "parallelize the model again"
             )
         return state
 

@@ -88,7 +88,7 @@ def loss_of(graph: Graph) -> Value:
     """
     if graph.loss is None:
         raise PlanError(
-            "the model returns no loss, a scalar from which the backward pass starts\nreturn one "
+            "the model returns no loss: no scalar that requires a gradient\nreturn one "
             "from `forward`, or wrap the model: `sw.WithLoss(net, nn.CrossEntropyLoss())`"
         )
     if graph.other_losses:
@@ -132,16 +132,17 @@ def check_loss_of_batch(graph: Graph, micro_batches: int) -> None:
     if isinstance(graph.whole_batch, str) and graph.whole_batch.endswith(DEPENDENCES_ON_SIZE):
         raise MixedSamplesError(
             f"micro_batches={micro_batches}: cannot split the batch: {graph.whole_batch}"
-            "\ncompute all samples in one call instead of a loop over samples or over chunks of the"
-            " batch (chunks of another dimension, such as positions, are exact), without branches"
-            " on the batch size; pass parts that the loss treats differently as separate inputs;"
-            " plan with `micro_batches=1` (`recompute='auto'` saves memory); or"
-            " name the batch dimension if it is not 0 (`batch_dims={'x': 1}`)"
+            "\ncompute all samples in one call instead of a loop over samples or chunks of the"
+            " batch, without branches on the batch size; pass parts that the loss treats"
+            " differently as separate inputs; name the batch dimension if it is not 0"
+            " (`batch_dims={'x': 1}`); or plan with `micro_batches=1` (`recompute='auto'` saves"
+            " memory)"
         )
     if isinstance(graph.whole_batch, str) and graph.whole_batch.startswith(UPDATED):
         raise MixedSamplesError(
             f"micro_batches={micro_batches}: {graph.whole_batch}, but the model updates it once "
-            "per batch\nreturn what the update reads, and update the buffer outside of `forward`; "
+            "per batch\nreturn the values that the update reads, and update the buffer outside of "
+            "`forward`; "
             "or plan with `micro_batches=1` (`recompute='auto'` saves memory)"
         )
     if isinstance(graph.whole_batch, str):

@@ -60,7 +60,7 @@ class StartedGather(NamedTuple):
 
 @dataclass(frozen=True)
 class EnterBucket:
-    """Call that passes the local shards of a bucket's parameters into the program."""
+    """Callable that passes the local shards of a bucket's parameters into the program."""
 
     bound: BoundBucket
 
@@ -75,7 +75,7 @@ class EnterBucket:
 
 @dataclass(frozen=True)
 class StartGather:
-    """Call that starts the all-gather of a bucket."""
+    """Callable that starts the all-gather of a bucket."""
 
     bound: BoundBucket
 
@@ -89,7 +89,7 @@ class StartGather:
 
 @dataclass(frozen=True)
 class ReuseGathered:
-    """Call that returns the cached gathered members of a bucket, in place of `StartGather`."""
+    """Callable that returns the cached gathered members of a bucket, in place of `StartGather`."""
 
     bound: BoundBucket
 
@@ -101,7 +101,7 @@ class ReuseGathered:
 
 @dataclass(frozen=True)
 class FinishGather:
-    """Call that waits for the all-gather of a bucket, and returns its unsharded parameters.
+    """Callable that waits for the all-gather of a bucket, and returns its unsharded parameters.
 
     Argument `turn` is an empty tensor that the previous bucket's call returned last, or None. The
     dependency makes autograd reduce buckets in the same order on all ranks.
@@ -124,7 +124,7 @@ class FinishGather:
 
 @dataclass(frozen=True)
 class UseAsStored:
-    """Call that returns the parameters of a bucket without an all-gather: unsharded or cached.
+    """Callable that returns the parameters of a bucket without an all-gather: unsharded or cached.
 
     Argument `turn` is an empty tensor that the previous bucket's call returned last, or None. The
     dependency makes autograd reduce buckets in the same order on all ranks.

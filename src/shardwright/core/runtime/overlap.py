@@ -43,7 +43,7 @@ class Pending(NamedTuple):
 
 @dataclass(frozen=True)
 class StartCollective:
-    """Call that starts a redistribution of a local tensor."""
+    """Callable that starts a redistribution of a local tensor."""
 
     bound: BoundCollective
 
@@ -55,7 +55,7 @@ class StartCollective:
 
 @dataclass(frozen=True)
 class FinishCollective:
-    """Call that waits for a redistribution and returns its local result."""
+    """Callable that waits for a redistribution and returns its local result."""
 
     bound: BoundCollective
 
@@ -111,7 +111,7 @@ class DelayedWeight(NamedTuple):
 
 @dataclass(frozen=True)
 class DelayGradient:
-    """Call whose backward pass computes the delayed weight gradient of a linear layer.
+    """Callable whose backward pass computes the delayed weight gradient of a linear layer.
 
     Args:
         x_shape, shape: local shapes of the layer's input and output.
