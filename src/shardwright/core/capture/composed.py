@@ -96,7 +96,7 @@ def _decompose_scatter_mean(
 
 
 def _insert_decomposition(node: fx.Node, function: Callable[..., Any]) -> Any:
-    """Insert the operators of `function` before a node; returns nodes of the results."""
+    """Insert the operators that `function` calls before a node, and return the result nodes."""
     inputs = node.all_input_nodes
 
     def run(*tensors: torch.Tensor) -> Any:

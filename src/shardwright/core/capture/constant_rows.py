@@ -281,7 +281,7 @@ class _Subgraph:
     def run(
         self, values: dict[fx.Node, Any], draw_unknown: Callable[[fx.Node], Tensor]
     ) -> list[Any]:
-        """Return the values of the nodes.
+        """Run the operators, and return the values of `nodes`.
 
         Args:
             values: values of the roots.

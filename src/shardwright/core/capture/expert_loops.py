@@ -80,13 +80,13 @@ def fold_expert_loops(graph: fx.Graph, hint: str) -> None:
                 raise _make_loop_error(line, error, hint) from None
     costly = _list_linear_layers(separate)
     if hint and len(costly) > 1:
-        other = "selects rows by masks other than `ids == expert`"
+        other = "this loop selects rows by masks other than `ids == expert`"
         raise _make_loop_error(line_of(costly[0]), other, hint)
 
 
 def _make_loop_error(line: str, reason: object, hint: str) -> CaptureError:
     return CaptureError(
-        f"{line}: this loop over experts {reason}, so every expert would compute all tokens\nlet"
+        f"{line}: {reason}, so every expert would compute all tokens\nlet"
         f" all experts run the same operators on the rows of their tokens only.{hint}"
     )
 
@@ -151,19 +151,21 @@ def _fold_loop(graph: fx.Graph, regions: list[ExpertRegion], equal: EqualNodes) 
     new = _insert_loop_result(template, ends, chain, equal)
     if not template.products or not fold_routed_products({last: new}, template.products):
         raise NoTemplateError(
-            "has experts that are not linear layers with elementwise operators between them"
+            "this loop has experts other than linear layers and elementwise operators between them"
         )
     remove_dead(graph)
 
 
 def _check_equal_regions(regions: list[ExpertRegion]) -> None:
     if not all(region.is_separate for region in regions):
-        raise NoTemplateError("combines the rows of several experts")
+        raise NoTemplateError("this loop combines the rows of several experts")
     if any(len(region.ends) != 1 for region in regions):
-        raise NoTemplateError("does not add or write the rows of each expert to one result")
+        raise NoTemplateError(
+            "this loop does not add or write the rows of each expert to one result"
+        )
     targets = [[node.target for node in region.nodes] for region in regions]
     if any(each != targets[0] for each in targets):
-        raise NoTemplateError("runs different operators for different experts")
+        raise NoTemplateError("this loop runs different operators for different experts")
 
 
 def _insert_loop_result(
@@ -173,10 +175,12 @@ def _insert_loop_result(
     written."""
     end, base = ends[0], get_base(chain[0])
     if any(each.target is not end.target for each in ends):
-        raise NoTemplateError("runs different operators for different experts")
+        raise NoTemplateError("this loop runs different operators for different experts")
     for earlier, later in pairwise(chain):
         if find_mask_source(equal, get_base(later)) is not equal.first(earlier):
-            raise NoTemplateError("does not add or write the rows of each expert to one result")
+            raise NoTemplateError(
+                "this loop does not add or write the rows of each expert to one result"
+            )
     if end.target is not aten.where.self:
         return template.add_rows(end, base)
     starts = {chain[0]: find_mask_source(equal, base)}

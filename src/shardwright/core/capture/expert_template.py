@@ -92,7 +92,7 @@ class ExpertTemplate:
         count = prod(sizes[: len(indices)])
         repeats = repeats_of_rows(numbers, count)
         if not is_sum or repeats is None:
-            raise NoTemplateError("adds rows to other tokens than those of the mask")
+            raise NoTemplateError("this loop adds rows to other tokens than those of the mask")
         flat = insert_reshape(base, (count, *sizes[len(indices) :]), self._before)
         return self._insert_row_sum(
             end, flat, self._zero_uncomputed_rows(self._compute_leading_rows(added)), repeats
@@ -109,7 +109,7 @@ class ExpertTemplate:
     def write_at_mask(self, end: fx.Node, base: fx.Node, written: fx.Node) -> fx.Node:
         """Insert the result of `base[mask] = written` for the rows of all experts."""
         if self._layout.repeats:
-            raise NoTemplateError("overwrites the rows of a token by each of its experts")
+            raise NoTemplateError("this loop overwrites the rows of a token by each of its experts")
         rows = self._restore_mask_order(self._compute_leading_rows(written))
         new = insert_reshape(rows, node_shape(end), self._before)
         if not self._is_complete:
@@ -124,7 +124,7 @@ class ExpertTemplate:
 
     def _insert_row_sum(self, end: fx.Node, base: fx.Node, rows: fx.Node, repeats: int) -> fx.Node:
         if node_shape(rows)[1:] != node_shape(base)[1:]:
-            raise NoTemplateError("broadcasts the rows that it adds")
+            raise NoTemplateError("this loop broadcasts the rows that it adds")
         new = insert_sum_of_rows(self._before, base, rows, repeats)
         return insert_reshape(new, node_shape(end), self._before)
 
@@ -132,7 +132,7 @@ class ExpertTemplate:
         """Compute an operator of the first expert for all pairs; rows must be in dimension 0."""
         rows, dim = self._compute_rows(node)
         if dim != 0:
-            raise NoTemplateError("writes selected rows along a dimension other than 0")
+            raise NoTemplateError("this loop writes selected rows along a dimension other than 0")
         return rows
 
     def _restore_mask_order(self, rows: fx.Node) -> fx.Node:
@@ -165,7 +165,9 @@ class ExpertTemplate:
         Returns the result and the dimension of its rows.
         """
         if node not in self._index:
-            raise NoTemplateError("adds tensors that are not computed from an expert's rows")
+            raise NoTemplateError(
+                "this loop adds tensors that are not computed from an expert's rows"
+            )
         if node not in self._rows:
             self._rows[node] = self._insert_operator(node)
         return self._rows[node]
@@ -217,11 +219,13 @@ class ExpertTemplate:
     ) -> tuple[fx.Node, int]:
         """Read the rows of all pairs, from a shared tensor or from one tensor per expert."""
         if any(source in self._index for source in sources):
-            raise NoTemplateError("selects from the rows of an expert")
+            raise NoTemplateError("this loop selects from the rows of an expert")
         if self._is_same_for_all_experts(sources):
             return read(sources[0]), dim
         if dim != 0 or len({node_shape(each) for each in sources}) > 1:
-            raise NoTemplateError("reads tensors of different shapes for different experts")
+            raise NoTemplateError(
+                "this loop reads tensors of different shapes for different experts"
+            )
         return self._select_rows_by_expert([read(each) for each in sources]), 0
 
     def _select_rows_by_expert(self, rows: Sequence[fx.Node]) -> fx.Node:
@@ -277,7 +281,7 @@ class ExpertTemplate:
             count = prod(sizes[lead : lead + len(numbers_of)])
             repeats = repeats_of_rows(numbers, count)
             if repeats is None:
-                raise NoTemplateError("reads rows of other tokens than those of the mask")
+                raise NoTemplateError("this loop reads rows of other tokens than those of the mask")
             flat = (*sizes[:lead], count, *sizes[lead + len(numbers_of) :])
             return self._repeat_rows(insert_reshape(x, flat, before), lead, repeats)
 
@@ -294,7 +298,9 @@ class ExpertTemplate:
         for index, size in zip(indices, sizes, strict=False):
             numbers = self._compute_row_numbers(index)
             if numbers is None or numbers.shape != (self._layout.num_rows,):
-                raise NoTemplateError("reads or adds rows at indices not from `torch.where`")
+                raise NoTemplateError(
+                    "this loop reads or adds rows at indices not from `torch.where`"
+                )
             raveled = raveled * size + numbers[self._layout.positions]
         return raveled
 
@@ -319,10 +325,12 @@ class ExpertTemplate:
         rows, dim = self._compute_rows(node.args[0])
         sizes, before = node_shape(rows), self._before
         if prod(sizes) != sizes[dim] * sizes[-1] or dim == len(sizes) - 1:
-            raise NoTemplateError("multiplies a tensor other than rows `[rows, size]` by a matrix")
+            raise NoTemplateError(
+                "this loop multiplies a tensor other than rows `[rows, size]` by a matrix"
+            )
         stacked = self._stack_tensors(matrices)
         if len(node_shape(stacked)) != 3:
-            raise NoTemplateError("multiplies rows by parameters that are not matrices")
+            raise NoTemplateError("this loop multiplies rows by parameters that are not matrices")
         if node.target is aten.linear.default:
             stacked = insert_permute(stacked, (0, 2, 1), before)
         flat = insert_reshape(rows, (sizes[dim], sizes[-1]), before)
@@ -358,11 +366,13 @@ class ExpertTemplate:
         if not all(is_tensor(each) for each in tensors) or any(
             each in self._index for each in tensors
         ):
-            raise NoTemplateError("reads different Python numbers for different experts")
+            raise NoTemplateError("this loop reads different Python numbers for different experts")
         first, before = tensors[0], self._before
         targets, shapes = {each.target for each in tensors}, {node_shape(each) for each in tensors}
         if len(shapes) > 1:
-            raise NoTemplateError("has parameters of different shapes for different experts")
+            raise NoTemplateError(
+                "this loop has parameters of different shapes for different experts"
+            )
         if targets == {aten.select.int}:
             source, dim, _ = first.args
             if (
@@ -386,7 +396,9 @@ class ExpertTemplate:
         if any(
             set(each.kwargs) != set(node.kwargs) for each in others
         ) or not self._is_same_for_all_experts([tuple(each.kwargs.values()) for each in others]):
-            raise NoTemplateError("passes different options to operators of different experts")
+            raise NoTemplateError(
+                "this loop passes different options to operators of different experts"
+            )
         inputs = [each for each in node.all_input_nodes if each in self._index]
         computed = {each: self._compute_rows(each) for each in inputs}
         args = list(node.args)
@@ -400,7 +412,7 @@ class ExpertTemplate:
             find_row_dims(row_factor[1].outputs, row_factor[0]) if row_factor is not None else None
         )
         if outputs is None or not is_tensor(node):
-            raise NoTemplateError("combines the rows of several tokens")
+            raise NoTemplateError("this loop combines the rows of several tokens")
         if node.target in _SIZED:
             sizes = list(node_shape(node))
             sizes[outputs[0]] *= self._pairs // self._layout.num_rows
@@ -423,7 +435,7 @@ class ExpertTemplate:
         sizes, rank = node_shape(table)[1:], len(node_shape(node))
         dims = set(self._find_input_row_dims(node).values())
         if not is_pointwise or dims != {0} or len(sizes) >= rank:
-            raise NoTemplateError("reads different tensors for different experts")
+            raise NoTemplateError("this loop reads different tensors for different experts")
         chosen = insert(self._before, aten.index_select.default, (table, 0, self._clamp_ids()))
         blocks = (self._pairs, *(1,) * (rank - 1 - len(sizes)), *sizes)
         return insert_reshape(chosen, blocks, self._before)

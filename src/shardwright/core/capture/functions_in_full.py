@@ -129,8 +129,9 @@ def warn_of_functions_in_full(graph: Graph) -> None:
 def _find_hidden_parameters(
     function: type[Function], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> str:
-    """Return an error message if the function reads trained parameters besides its tensor
-    arguments, "" otherwise."""
+    """Return an error message if the function reads trained parameters that are not arguments.
+
+    Returns "" otherwise."""
     for leaf in pytree.tree_leaves((tuple(args), dict(kwargs))):
         if not isinstance(leaf, (Tensor, *_CONSTANTS)):
             return f"it takes a {type(leaf).__name__}, whose parameters would get no gradient"

@@ -100,7 +100,7 @@ def pad_selected_rows(graph: fx.Graph) -> None:
 
 
 class _PaddingRewrite:
-    """Rewrite of a graph to static shapes, and the selections that it has met.
+    """Rewriter of selections by masks, which gives all operators of a graph static shapes.
 
     Args:
         graph: the traced graph; modified in place.
@@ -177,7 +177,7 @@ class _PaddingRewrite:
             return True
         # PyTorch takes an index of dtype uint8 for a mask.
         if any(is_tensor(i) and tensor(i).dtype in (torch.bool, torch.uint8) for i in indices):
-            raise count_refusal(node, "combines a mask with other indices")
+            raise count_refusal(node, "this combines a mask with other indices")
         return False
 
     def _find_mask_of_indices(
@@ -211,7 +211,7 @@ class _PaddingRewrite:
         """Insert a copy of a boolean tensor, so that later in-place writes do not change it."""
         shape = node_shape(mask)
         if prod(shape) == 1:
-            raise count_refusal(node, "selects by a mask of one element")
+            raise count_refusal(node, "this selects by a mask of one element")
         flat = self._insert_reshape(node, mask, (prod(shape),))
         return RowMask(insert(node, aten.clone.default, (flat,)), shape)
 
@@ -333,13 +333,15 @@ class _PaddingRewrite:
         else:
             selection = self._find_row_mask(node, x, indices, values)
         if selection is None:
-            raise count_refusal(node, "writes selected rows at positions other than the mask's")
+            raise count_refusal(
+                node, "this writes selected rows at positions other than the mask's"
+            )
         mask, dim = selection
         trailing = len(node_shape(x)) - dim - len(mask.shape)
         if values in self.counts.traced:
             values = self._insert_rows_at_mask(node, values, mask, trailing)
         elif len(node_shape(values)) > trailing:
-            raise count_refusal(node, "writes rows that this mask has not selected")
+            raise count_refusal(node, "this writes rows that this mask has not selected")
         condition = self._insert_reshape(node, mask.flat, (*mask.shape, *(1,) * trailing))
         if tensor(values).dtype != tensor(x).dtype:
             values = insert(node, aten.to.dtype, (values, tensor(x).dtype))
@@ -381,7 +383,7 @@ class _PaddingRewrite:
             # A static size in the trace was not the number of selected rows.
             or isinstance(self.counts.traced[rows][dim], int)
         ):
-            raise count_refusal(node, "broadcasts selected rows")
+            raise count_refusal(node, "this broadcasts selected rows")
         restored = insert(node, restore_rows, (rows, mask.flat, dim))
         return self._insert_reshape(node, restored, (*sizes[:dim], *mask.shape, *sizes[dim + 1 :]))
 
@@ -409,7 +411,7 @@ class _PaddingRewrite:
         # First, while symbols in the traced sizes still tell rows from other dimensions.
         self._check_reshape_keeps_rows(node, value)
         if any(each in self.positions for each in node.all_input_nodes):
-            raise count_refusal(node, "uses the numbers 0, 1, … of the selected rows")
+            raise count_refusal(node, "this uses the numbers 0, 1, … of the selected rows")
         if isinstance(node.target, OpOverload):
             self.counts.replace_symbols(node)
         node.meta["val"] = self._run_on_fakes(node)
@@ -428,7 +430,7 @@ class _PaddingRewrite:
         dims = [dim for dim, size in enumerate(value.shape) if isinstance(size, SYMBOLS)]
         symbol = expression_of(value.shape[dims[0]])
         if len(dims) > 1 or symbol not in self.counts.masks:
-            raise count_refusal(node, "needs the number of selected rows")
+            raise count_refusal(node, "this needs the number of selected rows")
         # No fill: a constant has its value in all rows.
         marked = self._insert_row_mark(
             node.next, node, self.counts.masks[symbol], dims[0], value.shape, fill=False
@@ -470,7 +472,7 @@ class _PaddingRewrite:
             # Number of blocks before the rows: if it is unchanged, rows keep their elements.
             firsts.append(prod(shape[: rows[0]]) if len(rows) == 1 else None)
         if firsts[0] is None or firsts[0] != firsts[1]:
-            raise count_refusal(node, "reshapes selected rows so that their elements mix")
+            raise count_refusal(node, "this reshapes selected rows so that their elements mix")
 
 
 def _find_unexpanded_mask(mask: fx.Node) -> fx.Node | None:

@@ -199,7 +199,9 @@ class _InputLeaf:
 
 @dataclass(frozen=True, eq=False)
 class _TracedCall:
-    """Dynamo's trace of a call of a fake copy of a model.
+    """TorchDynamo's trace of a call, made on a fake copy of the model.
+
+    A second trace, by `torch.export`, converts the graph to ATen operators.
 
     Args:
         twin: the fake copy of the model.

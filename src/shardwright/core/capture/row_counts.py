@@ -52,7 +52,7 @@ class RowCounts:
         symbol = expression_of(size)
         # An operator, such as an addition of 24 rows to the selected ones, has fixed their number.
         if isinstance(symbol, int) or not symbol.is_Symbol:
-            raise count_refusal(node, "needs a fixed number of rows")
+            raise count_refusal(node, "this needs a fixed number of rows")
         # All index tensors of one mask have the same symbol.
         self.masks.setdefault(symbol, mask)
 
@@ -76,7 +76,7 @@ class RowCounts:
             sizes = tuple(self.padded_size(size) for size in old.shape)
             # A tensor in place of a Python number may promote the result to another dtype.
             if has_symbols(new) or sizes != tuple(new.shape) or old.dtype != new.dtype:
-                raise count_refusal(node, "needs the number of selected rows")
+                raise count_refusal(node, "this needs the number of selected rows")
 
     def replace_symbols(self, node: fx.Node) -> None:
         """Replace symbolic row counts in the arguments of an operator.
@@ -107,10 +107,10 @@ class RowCounts:
                     packet = getattr(aten, operator_name(target), None)
                     target = getattr(packet, "Tensor", None)
                     if target is None:
-                        raise count_refusal(node, "needs the number of selected rows")
+                        raise count_refusal(node, "this needs the number of selected rows")
                     node.target = target
             else:
-                raise count_refusal(node, "needs the number of selected rows")
+                raise count_refusal(node, "this needs the number of selected rows")
             position = list(names).index(name)
             if position < len(node.args):
                 node.update_arg(position, new)
@@ -122,7 +122,7 @@ class RowCounts:
             return leaf
         size = self.padded_size(leaf.meta["val"])
         if size is None:
-            raise count_refusal(node, "needs the number of selected rows")
+            raise count_refusal(node, "this needs the number of selected rows")
         return size
 
     def _is_full_slice(self, arguments: dict[str, Any]) -> bool:
@@ -138,13 +138,13 @@ class RowCounts:
         symbols = [each for each in expression.free_symbols if each in self.masks]
         # Linear in one number of rows, such as `8 * rows` for `numel()`.
         if len(symbols) != 1 or not expression.is_polynomial(symbols[0]):
-            raise count_refusal(node, "computes with the number of selected rows")
+            raise count_refusal(node, "this computes with the number of selected rows")
         (symbol,) = symbols
         factor, constant_term = expression.coeff(symbol, 1), expression.coeff(symbol, 0)
         if expression.expand() != (factor * symbol + constant_term).expand() or not (
             factor.is_Integer and constant_term.is_Integer
         ):
-            raise count_refusal(node, "computes with the number of selected rows")
+            raise count_refusal(node, "this computes with the number of selected rows")
         count = insert(node, aten.sum.default, (self.masks[symbol].flat,))
         if factor != 1:
             count = insert(node, aten.mul.Scalar, (count, int(factor)))
@@ -194,9 +194,9 @@ def count_refusal(node: fx.Node, what: str) -> CaptureError:
     """Return the error for an operator that needs the number of selected rows.
 
     Args:
-        what: predicate of which the operator is the subject, such as "broadcasts selected rows".
+        what: what the operator does, such as "this broadcasts selected rows".
     """
     return CaptureError(
-        f"{line_of(node)}: this {what}, but the number of rows that a mask selects is unknown "
-        "during capture\nkeep all rows, and use `torch.where`, or multiply by the mask"
+        f"{line_of(node)}: {what}, but the number of rows that a mask selects is unknown during "
+        "capture\nkeep all rows, and use `torch.where`, or multiply by the mask"
     )

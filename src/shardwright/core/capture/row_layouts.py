@@ -19,10 +19,7 @@ from shardwright.core.capture.fx_nodes import node_shape
 
 
 class NoTemplateError(Exception):
-    """Raised for a loop over experts that cannot become one operator.
-
-    The message is a predicate of which the loop is the subject, as in "combines the rows of ...".
-    """
+    """Raised for a loop over experts that cannot become one operator; the message is the reason."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,7 +84,7 @@ def find_experts_of_masks(masks: Sequence[fx.Node]) -> tuple[fx.Node, RowLayout,
             order = _order_masks_by_expert(trials, layout)
             if order is not None:
                 return ids, layout, order
-    raise NoTemplateError("selects rows by masks other than `ids == expert`")
+    raise NoTemplateError("this loop selects rows by masks other than `ids == expert`")
 
 
 def _list_possible_layouts(ids: fx.Node, rows: int) -> Iterator[RowLayout]:

@@ -99,7 +99,7 @@ def refusal(node: fx.Node) -> CaptureError:
 
 
 class SelectedRows:
-    """The selected rows of tensors of a canonical graph.
+    """Propagation of selected rows through the operators of a canonical graph.
 
     Args:
         graph: the graph; modified in place.

@@ -145,7 +145,7 @@ def _make_call_key(leaves: Sequence[Any], spec: pytree.TreeSpec, state: Hashable
 
 
 def _find_varying_sizes(calls: Sequence[Sequence[Any]]) -> dict[tuple[int, int], int]:
-    """Return the sizes of the first call that are not equal in all calls.
+    """Find the sizes that differ between calls.
 
     Args:
         calls: leaves of the arguments of each call.

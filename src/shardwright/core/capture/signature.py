@@ -183,7 +183,7 @@ def take_as_buffers(
     changed: Mapping[fx.Node, fx.Node],
     trained: Iterable[fx.Node],
 ) -> None:
-    """Turn parameters that `forward` updates and that need no gradient into buffers, in place.
+    """Turn frozen parameters that `forward` updates into buffers, in place.
 
     An example is the moving average of parameters in a teacher model.
 

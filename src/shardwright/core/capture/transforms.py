@@ -88,8 +88,7 @@ class OperatorsAsCalled(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def detaching(self) -> Iterator[None]:
-        """Return a context in which a `detach` is recorded as called by the function, rather than
-        by autograd."""
+        """Return a context in which a `detach` is recorded as the function's, not autograd's."""
         self._detaching = True
         try:
             yield

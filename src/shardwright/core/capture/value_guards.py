@@ -205,7 +205,7 @@ def _find_guards(tree: ast.AST) -> Iterator[tuple[ast.expr, bool]]:
 
 
 def _only_raises_or_warns(body: Sequence[ast.stmt]) -> bool:
-    """Whether statements end with `raise`, or are all calls that warn, log or print."""
+    """Whether a block of statements ends with `raise`, or only warns, logs or prints."""
     if body and isinstance(body[-1], ast.Raise):
         # A `return` or `break` ahead of the `raise` is a result of the model.
         return not any(isinstance(node, LEAVES) for s in body for node in ast.walk(s))

@@ -21,8 +21,8 @@ _NAMES = "hwdefgijklmnop"
 REMEDY = "or leave it as it is, on shards of the batch, before `plan`"
 
 AS_UNDER_DDP = "the loss is then the mean of the shards' losses, as under DDP"
-"""Note on a suggested `sw.local_map` call for the full model: a loss that selects samples by their
-values has another divisor on each shard."""
+"""Note for a suggested `sw.local_map` of a full model whose loss may select samples by value: the
+divisor of its mean then differs between shards."""
 
 
 @contextmanager
@@ -47,11 +47,10 @@ def naming_local_map(
 
 
 def _find_failing_module(error: BaseException, model: nn.Module) -> tuple[str, list[Tensor]] | None:
-    """Find the innermost module in whose `forward` an error was raised.
+    """Find the innermost submodule in whose `forward` an error was raised.
 
     Returns:
-        The path of the module, and its tensor arguments; None if the module is the model or
-        unknown.
+        The path of the submodule, and its tensor arguments; None if there is no submodule.
     """
     paths: dict[str, str] = {}
     for path, module in model.named_modules():
