@@ -180,12 +180,9 @@ def plan_task(
     graph, batch_dims = _capture_micro_batch(options, net, args, kwargs, averages, graphs)
     if files is not None:
         files.graph(graph)
-    if graph.python is not None and graph.python.depends_on_calls:
-        # Its Python effects would run once per micro-batch or stage; `auto` leaves the choice of
-        # one stage.
-        if options.num_micro_batches > 1 or options.stages not in (1, "auto"):
-            raise MixedSamplesError(ONCE_PER_BATCH)
-        options = replace(options, stages=1)
+    sums = options.num_micro_batches > 1 and not averages
+    if sums and graph.python is not None and graph.python.depends_on_calls:
+        raise MixedSamplesError(ONCE_PER_BATCH)
     if averages:
         try:
             check_loss_of_batch(graph, options.num_micro_batches)

@@ -19,6 +19,7 @@ from shardwright.core.capture.undone_effects import undone_effects
 from shardwright.core.graph.float64 import CastsToFloat64, EverythingInFloat64
 from shardwright.core.graph.graph import Graph, Value
 from shardwright.core.graph.interpreter import interpret
+from shardwright.core.micro_batches.buffer_updates import BufferUpdates
 from shardwright.core.parallel.simulate_ranks import Outcome
 from shardwright.core.torch_internals import pytree
 from shardwright.core.torch_internals.dispatch import TorchDispatchMode
@@ -410,14 +411,12 @@ def interpreted(
     def run(state: Mapping[str, Tensor]) -> Outcome:
         # Leaves of this step, in which the gradients of its micro-batches accumulate.
         leaves = {name: t.detach().requires_grad_(t.requires_grad) for name, t in state.items()}
-        current, updates = dict(leaves), dict[str, Tensor]()
-        losses, roots = [], list[Tensor]()
+        buffers, losses, roots = BufferUpdates(graph, leaves), [], list[Tensor]()
         for leaves_of_micro_batch, values in zip(micro_batches, whole_batch_values, strict=True):
             args, kwargs = pytree.tree_unflatten(list(leaves_of_micro_batch), graph.in_spec)
+            current = buffers.values
             results, changed = interpret(graph, current, {**current, **values}, args, kwargs)
-            updates |= changed
-            # Each micro-batch reads the buffers as updated by the previous one.
-            current |= changed
+            buffers.add(changed.items())
             outputs = zip(graph.outputs, pytree.tree_leaves(results), strict=True)
             roots = [tensor for value, tensor in outputs if isinstance(value, Value)]
             if len(micro_batches) > 1:
@@ -426,6 +425,6 @@ def interpreted(
             roots = [torch.stack(losses).sum()]
         backward(roots, root_gradients)
         gradients = {name: t.grad for name, t in leaves.items() if t.grad is not None}
-        return Outcome(list(roots), gradients, updates, 0.0, ())
+        return Outcome(list(roots), gradients, buffers.end_step(), 0.0, ())
 
     return run

@@ -59,7 +59,7 @@ from shardwright.core.capture.replay import GraphReplay, drop_assertions, name_m
 from shardwright.core.capture.signature import Signature
 from shardwright.core.capture.static_modules import make_static
 from shardwright.core.capture.trace import Trace, canonical, check_node
-from shardwright.core.capture.undone_effects import undone_effects
+from shardwright.core.capture.undone_effects import find_tensors, undone_effects
 from shardwright.core.graph.graph import Graph
 from shardwright.core.graph.host_numbers import HostNumbers
 from shardwright.core.graph.python_call import PythonCall, number_tensor
@@ -121,6 +121,7 @@ def capture_python(
         {names[name]: node for name, node in traced.number_names.items() if name in names},
         result.outputs,
         traced.changes_objects(),
+        result.stored,
     )
     seconds = time.perf_counter() - started
     return replace(graph, python=python, capture_seconds=seconds)
@@ -174,6 +175,8 @@ class _CallResult:
         buffers: indices of the outputs of Dynamo's graph that are assigned to buffers, by name.
         outputs: for each output of Dynamo's graph, its index in the outputs of the captured graph,
             or the name of the buffer to which it is assigned; None for a number.
+        stored: indices of the outputs of the captured graph that are stored in Python objects, or
+            read as numbers.
     """
 
     leaves: tuple[Any, ...]
@@ -181,6 +184,7 @@ class _CallResult:
     effects: tuple[int, ...]
     buffers: Mapping[str, int]
     outputs: tuple[int | str | None, ...]
+    stored: frozenset[int]
 
 
 @dataclass(frozen=True)
@@ -369,6 +373,7 @@ class _TracedCall:
             references.check_changed(change.value for change in self.dynamo.changes)
             # Before the effects are undone: the guards are evaluated on the state after the call.
             self._check_guards_cover_changes()
+            stored_tensors = find_tensors(self.dynamo.changes)
         leaves, spec = result_leaves(returned)
         tensors = [
             index
@@ -397,6 +402,11 @@ class _TracedCall:
             tuple(effects),
             buffers,
             tuple(positions.get(i) for i in range(len(outputs))),
+            frozenset(
+                positions[i]
+                for i in tensors
+                if i in effects or (i not in buffers.values() and id(outputs[i]) in stored_tensors)
+            ),
         )
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import FunctionType, ModuleType
 from typing import Any
+
+from torch import Tensor, nn
 
 from shardwright.core.torch_internals.dynamo import ChangedObject
 from shardwright.errors import CaptureError
@@ -31,6 +35,33 @@ def undone_effects(changes: Iterable[ChangedObject]) -> Iterator[None]:
     finally:
         for each in reversed(restore):
             each()
+
+
+def find_tensors(changes: Iterable[ChangedObject]) -> frozenset[int]:
+    """Return the `id()`s of the tensors that changed objects refer to, directly or through other
+    objects, except modules, classes and functions."""
+    pending: list[Any] = []
+    for change in changes:
+        if change.global_name is not None:
+            pending.append(_get_attribute(_get_namespace(change), change.global_name))
+            continue
+        pending += [_get_attribute(change.value, name) for name in change.attributes or ()]
+        if isinstance(change.value, tuple(cls for cls, _ in _CONTAINERS)):
+            pending.append(change.value)
+    visited: dict[int, Any] = {}
+    while pending:
+        value = pending.pop()
+        if id(value) in visited:
+            continue
+        # Kept alive, so that no other object gets the same id.
+        visited[id(value)] = value
+        if not isinstance(value, (Tensor, nn.Module, type, ModuleType, FunctionType)):
+            pending += gc.get_referents(value)
+    return frozenset(key for key, value in visited.items() if isinstance(value, Tensor))
+
+
+def _get_attribute(owner: Any, name: str) -> Any:
+    return owner.get(name) if isinstance(owner, dict) else getattr(owner, name, None)
 
 
 def _make_restorer(change: ChangedObject) -> Callable[[], None]:

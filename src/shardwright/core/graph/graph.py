@@ -202,7 +202,13 @@ class WholeBatch:
         values: (name of the buffer that passes the output to micro-batches, dimension that is split
             into micro-batches or None) for each output of the prologue.
         outputs: (name, reduction) of each output that is a mean or sum over samples, and (name,
-            batch dimension) of each output with a batch dimension.
+            batch dimension) of each output with a batch dimension. Other outputs are equal in all
+            micro-batches.
+        mixed: names of outputs that mix samples, so that outputs of micro-batches do not determine
+            those of the global batch.
+        updates: (name, reduction) of each buffer that is updated once per batch: its new value is
+            the mean or sum of those that micro-batches compute from the old value; None if these
+            are equal. Each micro-batch updates the other buffers.
         rewritten: whether operators differ from those of the captured micro-batch.
     """
 
@@ -210,6 +216,8 @@ class WholeBatch:
     prologue: Graph | None = None
     values: tuple[tuple[str, int | None], ...] = ()
     outputs: tuple[tuple[str, SampleReduction | int], ...] = ()
+    mixed: frozenset[str] = frozenset()
+    updates: tuple[tuple[str, SampleReduction | None], ...] = ()
     rewritten: bool = False
 
     @property

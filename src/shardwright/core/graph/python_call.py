@@ -16,11 +16,11 @@ from shardwright.core.graph.host_numbers import HostNumbers
 from shardwright.core.torch_internals.dynamo import DynamoCapture, Guards
 
 ONCE_PER_BATCH = (
-    "`forward` reads or changes Python state, which micro-batches and pipeline stages would do"
-    " several times per batch\nplan with micro_batches=1 and stages=1; `hsdp=` and `recompute=`"
-    " save memory instead"
+    "`forward` reads or changes Python state once per batch, but micro-batches whose losses are"
+    " summed (`loss_reduction='sum'`) are calls of their own\n"
+    "plan with loss_reduction='mean', or with micro_batches=1"
 )
-"""Error message for a call that depends on Python state and would run several times per batch."""
+"""Error message for a call that depends on Python state, but would run once per micro-batch."""
 
 
 def number_tensor(number: float | bool) -> Tensor:
@@ -50,6 +50,8 @@ class PythonCall:
         outputs: for each output of Dynamo's graph, the index in the outputs of the graph, or the
             name of the buffer to which the output is assigned; None for a number.
         changes_objects: whether the call changes Python objects besides the model's buffers.
+        stored: indices of the outputs of the graph that the call stores in Python objects, or reads
+            as numbers.
     """
 
     capture: DynamoCapture
@@ -59,6 +61,7 @@ class PythonCall:
     number_constants: Mapping[str, fx.Node]
     outputs: tuple[int | str | None, ...]
     changes_objects: bool
+    stored: frozenset[int]
 
     @property
     def depends_on_calls(self) -> bool:

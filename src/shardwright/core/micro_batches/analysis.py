@@ -29,6 +29,9 @@ from shardwright.core.micro_batches.shared_operators import (
 )
 from shardwright.core.rules import is_random
 
+UPDATED_BY_RESULT = " is updated with its result"
+"""Suffix of errors about a buffer whose new value micro-batches do not determine."""
+
 
 def graph_of_micro_batch(flow: SampleFlow) -> Graph:
     """Return the graph of a micro-batch, whose losses sum or average to that of the global batch.
@@ -52,10 +55,49 @@ def graph_of_micro_batch(flow: SampleFlow) -> Graph:
         raise UnsplittableError(loss_op, "every micro-batch computes the loss from the full batch")
     outputs: dict[Value, SampleReduction | int] = {}
     for value in graph.output_values:
-        of_value = flow.states[value]
+        of_value = _state_of_result(flow, value)
         if of_value != WHOLE and of_value != POSITIONS and of_value != UNKNOWN:
             outputs[value] = of_value
-    return flow.result.result(SUM if state == SUM else AVERAGE, outputs)
+    mixed = [value for value in graph.output_values if flow.states[value] == UNKNOWN]
+    updates = _determine_updates(flow)
+    return flow.result.result(SUM if state == SUM else AVERAGE, outputs, mixed, updates)
+
+
+def _state_of_result(flow: SampleFlow, value: Value) -> SampleState:
+    """Return the state of an output, or of the new value of a buffer; read it from the prologue if
+    micro-batches do not compute it."""
+    if value in flow.reduced:
+        return flow.reduced[value]
+    if value in flow.outside or flow.states[value] == POSITIONS:
+        flow.result.replaced[value] = flow.result.take(value, None)
+        return WHOLE
+    return flow.states[value]
+
+
+def _determine_updates(flow: SampleFlow) -> dict[Value, SampleReduction | None]:
+    """Return for each buffer that is updated once per batch how its new value follows from those of
+    micro-batches, as in `WholeBatch.updates`.
+
+    Raises:
+        UnsplittableError: if a new value mixes samples in a model with a loss.
+    """
+    updates: dict[Value, SampleReduction | None] = {}
+    for before, after in flow.pair.batch.updates:
+        if before in flow.statistics:
+            continue
+        match _state_of_result(flow, after):
+            case "sum" | "mean" as reduction:
+                updates[before] = reduction
+                continue
+            case "whole":
+                updates[before] = None
+                continue
+        # Without a loss nothing is trained: micro-batches update the buffer one after another.
+        if flow.pair.batch.loss is not None:
+            cause = flow.causes[after]
+            why = f"{cause.why}, and {before.name!r}{UPDATED_BY_RESULT}"
+            raise UnsplittableError(cause.op, why)
+    return updates
 
 
 def _determine_output_states(flow: SampleFlow, op: Op, affects_loss: bool) -> None:
@@ -78,12 +120,14 @@ def _determine_output_states(flow: SampleFlow, op: Op, affects_loss: bool) -> No
     try:
         _check_no_unknown_inputs(flow, op)
         states = _infer_output_states(flow, op, free)
-    except UnsplittableError:
+    except UnsplittableError as error:
         # Free operators may mix samples: the prologue computes them for the global batch.
         if not free and affects_loss:
             raise
         states = [WHOLE if free else UNKNOWN] * len(op.outputs)
         flow.outside.update(op.outputs if free else ())
+        cause = next((flow.causes[v] for v in op.inputs if v in flow.causes), error)
+        flow.causes.update(dict.fromkeys(op.outputs, cause))
         # Undo the replacements of the failed attempt; its operators are dropped, as nothing reads
         # them.
         for value in op.outputs:
@@ -93,6 +137,7 @@ def _determine_output_states(flow: SampleFlow, op: Op, affects_loss: bool) -> No
         # Such as the number of valid labels: from the prologue, so that a division by it need not
         # be linear.
         if free and state in (SUM, AVERAGE):
+            flow.reduced[value] = state
             flow.states[value] = WHOLE
             flow.outside.add(value)
 

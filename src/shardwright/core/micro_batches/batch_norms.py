@@ -15,9 +15,6 @@ NORMALIZES_ALL = "the operator normalizes by statistics of all samples"
 AVERAGES_ALL = "the operator updates running statistics with statistics of all samples"
 """Reasons in errors that the option `batch_norm="per_micro_batch"` resolves."""
 
-UPDATED = "each micro-batch updates "
-"""Prefix of the error message for a buffer that `forward` updates."""
-
 
 def takes_statistics(op: Op) -> bool:
     """Whether `op` computes statistics over the batch: a batch norm in training, or an instance
@@ -44,28 +41,33 @@ def running_statistics(graph: Graph) -> set[Value]:
     return statistics
 
 
-def refused_update(graph: Graph, per_micro_batch: bool) -> str | None:
-    """Return the reason why micro-batches must not update the buffers of a graph; None if they may.
-
-    Args:
-        graph: the graph of a micro-batch.
-        per_micro_batch: whether batch norms compute statistics over each micro-batch.
-    """
-    if graph.loss is None:
+def refused_batch_norm(graph: Graph) -> str | None:
+    """Return the reason why micro-batches cannot compute the batch norms of a graph; None if it has
+    no batch norm with running statistics."""
+    # Batch norms without running statistics update nothing and are left to the analysis.
+    batch_norms = _updating_batch_norms(graph)
+    if graph.loss is None or not batch_norms:
         return None
-    # Batch norms with running statistics; others update nothing and are left to the analysis.
-    batch_norms = [op for op in graph.ops if takes_statistics(op) and len(op.outputs) > 1]
-    if batch_norms and not per_micro_batch:
-        return str(UnsplittableError(batch_norms[0], use_of_statistics(batch_norms[0])))
+    return str(UnsplittableError(batch_norms[0], use_of_statistics(batch_norms[0])))
+
+
+def updated_statistics(graph: Graph) -> frozenset[Value]:
+    """Return the buffers that each micro-batch updates if batch norms compute statistics per
+    micro-batch: running statistics, and counts of their updates."""
     # New statistics, and what is computed from them and old statistics only, such as their average.
-    measured = {value for op in batch_norms for value in op.outputs[1:]}
+    measured = {value for op in _updating_batch_norms(graph) for value in op.outputs[1:]}
     statistics = running_statistics(graph)
     for op in graph.ops:
         if statistics.issuperset(op.inputs) and not measured.isdisjoint(op.inputs):
             measured.update(op.outputs)
-    for before, after in graph.updates:
+    return frozenset(
+        before
+        for before, after in graph.updates
+        if after in measured
         # `num_batches_tracked` counts micro-batches, as in gradient accumulation.
-        is_count = before.name.rpartition(".")[2] == "num_batches_tracked" and after in statistics
-        if after not in measured and not is_count:
-            return f"{UPDATED}{before.name!r}"
-    return None
+        or (before.name.rpartition(".")[2] == "num_batches_tracked" and after in statistics)
+    )
+
+
+def _updating_batch_norms(graph: Graph) -> list[Op]:
+    return [op for op in graph.ops if takes_statistics(op) and len(op.outputs) > 1]

@@ -249,7 +249,11 @@ class MicroBatchGraph:
     # Results
 
     def result(
-        self, reduction: SampleReduction, outputs: Mapping[Value, SampleReduction | int]
+        self,
+        reduction: SampleReduction,
+        outputs: Mapping[Value, SampleReduction | int],
+        mixed: Iterable[Value],
+        updates: Mapping[Value, SampleReduction | None],
     ) -> Graph:
         """Return the graph of a micro-batch with all changes.
 
@@ -258,6 +262,9 @@ class MicroBatchGraph:
                 micro-batches.
             outputs: how to combine each output over micro-batches: a reduction, or the batch
                 dimension to concatenate. Outputs without an entry are equal in all micro-batches.
+            mixed: outputs that cannot be combined.
+            updates: how to combine the new values of each buffer that is updated once per batch;
+                None if they are equal.
 
         Raises:
             UnsplittableError: if an operator has other arguments in a micro-batch than in the
@@ -265,14 +272,13 @@ class MicroBatchGraph:
         """
         graph = self.pair.micro
         pairs = list(zip(self.pair.batch.output_values, graph.output_values, strict=True))
+        updated_pairs = zip(self.pair.batch.updates, graph.updates, strict=True)
+        pairs += [(of_batch, new) for (_, of_batch), (_, new) in updated_pairs]
         ends_of = {twin: self.replaced.get(value, twin) for value, twin in pairs}
-        ends = tuple(ends_of[value] for value in graph.output_values)
+        new_updates = tuple((before, ends_of[new]) for before, new in graph.updates)
+        ends = (*(ends_of[value] for value in graph.output_values), *(v for _, v in new_updates))
         # Drops operators that the replacements have made unused.
-        ops = list(
-            _find_ops_computing_values(
-                self._list_captured_and_added_ops(), (*ends, *(new for _, new in graph.updates))
-            )
-        )
+        ops = list(_find_ops_computing_values(self._list_captured_and_added_ops(), ends))
         # Operators of the twin are matched one by one; those of a micro-batch of one sample need
         # proof.
         if self.pair.micro is not self.pair.twin:
@@ -293,6 +299,8 @@ class MicroBatchGraph:
             outputs=tuple(
                 ends_of[leaf] if isinstance(leaf, Value) else leaf for leaf in graph.outputs
             ),
+            updates=new_updates,
+            python=self.pair.batch.python,
             buffers=(*graph.buffers, *taken.values()),
             constants=constants,
             loss=None if graph.loss is None else ends_of[graph.loss],
@@ -301,6 +309,8 @@ class MicroBatchGraph:
                 self._build_prologue([value for value, _ in taken]) if taken else None,
                 tuple((value.name, dim) for (_, dim), value in taken.items()),
                 tuple((names[value], each) for value, each in outputs.items()),
+                frozenset(names[value] for value in mixed),
+                tuple((value.name, each) for value, each in updates.items()),
                 rewritten=bool(self._ops),
             ),
         )

@@ -32,9 +32,10 @@ DIVIDES_BATCH = "the operator splits the batch into chunks"
 OTHER_ARGUMENTS = "the arguments of the operator depend on the batch size"
 TAKES_PART = "the operator selects some samples of the batch"
 NOT_PROPORTIONAL = "the operator reads a tensor whose size is not proportional to the batch size"
+OTHER_PYTHON = "`forward` reads or changes other Python state for a micro-batch than for the batch"
 DEPENDENCES_ON_SIZE = (
     *(NOT_CALLED, FEWER_TENSORS, CALLED_ONCE, DIVIDES_BATCH, OTHER_ARGUMENTS),
-    *(TAKES_PART, NOT_PROPORTIONAL),
+    *(TAKES_PART, NOT_PROPORTIONAL, OTHER_PYTHON),
 )
 """Reasons in errors about operators that depend on the batch size."""
 

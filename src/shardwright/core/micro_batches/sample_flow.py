@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from shardwright.core.graph.graph import Op, Value
-from shardwright.core.micro_batches.batch_norms import takes_statistics
+from shardwright.core.graph.graph import Op, SampleReduction, Value
+from shardwright.core.micro_batches.batch_norms import takes_statistics, updated_statistics
 from shardwright.core.micro_batches.micro_batch_graph import MicroBatchGraph
 from shardwright.core.micro_batches.paired_graphs import NOT_PROPORTIONAL, PairedGraphs
 from shardwright.core.micro_batches.sample_states import (
@@ -34,8 +34,13 @@ class SampleFlow:
         states: state of each value in the graph of the global batch.
         free: values computed from inputs, buffers and constants only, without random numbers.
         outside: values that the prologue computes once per step for all samples.
-        in_full: inputs of the batch size that every micro-batch nevertheless reads in full, and
-            values computed from these inputs only.
+        reduced: the reduction of each mean or sum over samples that operators read from the
+            prologue, but that micro-batches compute too.
+        causes: the error of the first operator that mixes samples, for each value of state
+            `UNKNOWN`.
+        statistics: buffers that each micro-batch updates; other buffers are updated once per batch.
+        in_full: inputs that every micro-batch reads in full although dimension 0 has the batch
+            size, and values computed from these inputs only.
         result: the changes to the graph of the micro-batch.
     """
 
@@ -45,20 +50,23 @@ class SampleFlow:
     states: dict[Value, SampleState] = field(default_factory=dict)
     free: set[Value] = field(default_factory=set)
     outside: set[Value] = field(default_factory=set)
+    reduced: dict[Value, SampleReduction] = field(default_factory=dict)
+    causes: dict[Value, UnsplittableError] = field(default_factory=dict)
+    statistics: frozenset[Value] = field(init=False)
     in_full: set[Value] = field(default_factory=set)
     result: MicroBatchGraph = field(init=False)
 
     def __post_init__(self) -> None:
         graph = self.pair.batch
         self.result = MicroBatchGraph(self.pair, self.count)
-        updated = {before for before, _ in graph.updates}
+        self.statistics = updated_statistics(graph) if self.per_micro_batch else frozenset()
         arriving = (*graph.input_values, *graph.buffers, *graph.constants)
         self.states.update((value, WHOLE) for value in (*arriving, *graph.parameters))
-        # Micro-batches change updated buffers, so the prologue, which runs before them, must not
-        # read these.
-        self.free = {v for v in arriving if not v.requires_grad and v not in updated}
-        if self.per_micro_batch:  # Running statistics differ between micro-batches.
-            self.states.update((value, UNKNOWN) for value in updated)
+        # The prologue runs before micro-batches change running statistics, so it must not read
+        # these.
+        self.free = {v for v in arriving if not v.requires_grad and v not in self.statistics}
+        # Running statistics differ between micro-batches.
+        self.states.update((value, UNKNOWN) for value in self.statistics)
         for value in graph.input_values:
             dims = self.varying_dims(value)
             if len(dims) == 1:
@@ -70,8 +78,11 @@ class SampleFlow:
             if self.states[value] == WHOLE and value.shape and value.shape[0] in sizes
         }
         # Of a constant that depends on the batch size, micro-batches read the batch's, by the
-        # prologue.
+        # prologue. Tensors of the Python state are those of the same object for any batch.
+        state = graph.python.state if graph.python is not None else {}
         for value, tensor in graph.constants.items():
+            if value.name in state:
+                continue
             twin_value = self.pair.twin_values.get(value)
             other = None if twin_value is None else self.pair.twin.constants[twin_value]
             if other is None or not torch.equal(tensor, other):

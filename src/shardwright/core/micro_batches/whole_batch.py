@@ -6,13 +6,18 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from shardwright.core.graph.graph import Graph
+from shardwright.core.graph.python_call import PythonCall
 from shardwright.core.micro_batches.analysis import graph_of_micro_batch
 from shardwright.core.micro_batches.batch_norms import (
     PER_MICRO_BATCH,
     WHOLE_BATCH,
-    refused_update,
+    refused_batch_norm,
 )
-from shardwright.core.micro_batches.paired_graphs import PairedGraphs, different_operator
+from shardwright.core.micro_batches.paired_graphs import (
+    OTHER_PYTHON,
+    PairedGraphs,
+    different_operator,
+)
 from shardwright.core.micro_batches.sample_flow import SampleFlow
 from shardwright.core.micro_batches.sample_states import UnsplittableError
 from shardwright.errors import CaptureError
@@ -43,14 +48,29 @@ def with_whole_batch(
         return graph
     per_micro_batch = batch_norm == PER_MICRO_BATCH
     # First, as capturing the batch takes long.
-    refusal = refused_update(graph, per_micro_batch)
+    refusal = None if per_micro_batch else refused_batch_norm(graph)
     if refusal is not None:
         return replace(graph, whole_batch=refusal)
     try:
         pair = _pair_batch_and_micro_batch(graph, micro_batches, captured)
+        # Python code runs once per batch, around all micro-batches.
+        if not _have_equal_python(pair.batch.python, graph.python):
+            return replace(graph, whole_batch=OTHER_PYTHON)
         return graph_of_micro_batch(SampleFlow(pair, micro_batches, per_micro_batch))
     except UnsplittableError as mixed:
         return replace(graph, whole_batch=str(mixed))
+
+
+def _have_equal_python(of_batch: PythonCall | None, of_micro_batch: PythonCall | None) -> bool:
+    """Whether the Python code of the batch reads the inputs of a micro-batch's graph and stores its
+    outputs."""
+    if of_batch is None or of_micro_batch is None:
+        return of_batch is of_micro_batch
+    return (
+        of_batch.current == of_micro_batch.current
+        and of_batch.outputs == of_micro_batch.outputs
+        and of_batch.stored == of_micro_batch.stored
+    )
 
 
 def _pair_batch_and_micro_batch(

@@ -12,13 +12,13 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from shardwright.core.capture.filled_state import check_filled
-from shardwright.core.graph.graph import Graph
+from shardwright.core.graph.graph import Graph, Value
 from shardwright.core.graph.python_call import ONCE_PER_BATCH
 from shardwright.core.lower.program import Program, lower
 from shardwright.core.misuse.batch_guard import BatchGuard
@@ -31,17 +31,20 @@ from shardwright.core.misuse.between_outputs import OutputsOffPath
 from shardwright.core.misuse.gradient_guard import GradientGuard, WatchGradient
 from shardwright.core.misuse.planned_parameters import PlannedParameters
 from shardwright.core.parallel.bound_program import BoundProgram, BoundStep
-from shardwright.core.parallel.call import argument_key
+from shardwright.core.parallel.call import Call, argument_key
 from shardwright.core.parallel.call_leaves import CallLeaves, full_leaves, has_dtensors
 from shardwright.core.parallel.module_tensors import ModuleTensors
 from shardwright.core.parallel.python_calls import ProgramResults
 from shardwright.core.parallel.recapture import Recapture
+from shardwright.core.parallel.step_outputs import StepOutputs
 from shardwright.core.parallel.train_step import (
     GradientAccumulation,
     StepInputs,
+    StepResults,
     TrainStep,
     loss_of,
 )
+from shardwright.core.parallel.unavailable import Unavailable
 from shardwright.core.parallel.uninitialized import Initialization
 from shardwright.core.partition.fold_axes import dtensor_axes
 from shardwright.core.partition.partitioned import Partitioned, random_operators
@@ -73,6 +76,22 @@ would grow without bound."""
 Bound = TypeVar("Bound")
 
 
+class StepCall(NamedTuple):
+    """A call of a training step.
+
+    Args:
+        bound: the step.
+        leaves: leaves of the call's arguments, on this rank's device.
+        dims: batch dimension of each leaf; empty if all of them are 0.
+        call: the arguments, as Python code sees them.
+    """
+
+    bound: BoundStep
+    leaves: list[Any]
+    dims: SampleDims
+    call: Call
+
+
 class Execution(Recapture):
     """Executor of the calls of a planned model on the devices of the running process group.
 
@@ -97,8 +116,10 @@ class Execution(Recapture):
     ) -> None:
         super().__init__(module, template, partitioned, devices, hooks)
         partitioned, graph = self.partitioned, self.partitioned.graph
+        pipeline = partitioned.pipeline
         if (
-            self._has_micro_batches_or_stages
+            pipeline.micro_batches > 1
+            and not pipeline.averages_micro_batches
             and graph.python is not None
             and graph.python.depends_on_calls
         ):
@@ -287,30 +308,92 @@ class Execution(Recapture):
         self._reachable.update()
         # The program of a later Python state may change objects.
         self._state.key()
-        if (
-            depends_on_calls
-            or self._state.modules_with_added_hooks
-            or (self._reachable.version and not self._has_micro_batches_or_stages)
-        ):
-            # Python effects happen once per call, but a step with micro-batches would replay them
-            # for each.
+        changes_python = (
+            depends_on_calls or self._state.modules_with_added_hooks or self._reachable.version
+        )
+        if changes_python and not self._has_micro_batches_or_stages:
             return self._train_with_python_side_effects(args, kwargs)
-        bound, leaves, dims = self._get_or_capture_step(args, kwargs)
+        step_call = self._get_or_capture_step(args, kwargs)
+        graph, python = step_call.bound.step.partitioned.graph, step_call.bound.python
         # Before anything runs: a model without a loss, or with several, cannot be trained by a
         # step.
-        loss_of(bound.step.partitioned.graph)
-        parameters, buffers = bound.tensors.read()
+        loss = loss_of(graph)
         self.random_step += 1
-        with self._guard.explaining_errors(), self._caller_autocast.disabled():
-            seed = self.random_seed + self.random_step
-            # Detached shards: a step runs its own backward passes and adds the gradients once,
-            # without DTensor's autograd functions in between.
-            inputs = StepInputs(stored_shards(parameters), buffers, leaves, seed, dims)
-            loss, gradients, changed = bound.step.train(inputs)
+        if python is None or not python.depends_on_calls:
+            return self._run_step(step_call, {}).loss
+        names = [leaf.name if isinstance(leaf, Value) else "" for leaf in graph.outputs]
+        stored, losses = frozenset(names[index] for index in python.stored), list[Tensor]()
+
+        def program(constants: Mapping[str, Tensor]) -> ProgramResults:
+            results = self._run_step(step_call, constants, stored)
+            losses.append(results.loss)
+            outputs = self._assemble_outputs(step_call.bound.step, results.outputs, stored)
+            outputs.setdefault(loss.name, results.loss)
+            missing = Unavailable("a training step with micro-batches returns the loss only")
+            leaves = [
+                outputs.get(leaf.name, missing) if isinstance(leaf, Value) else leaf
+                for leaf in graph.outputs
+            ]
+            return self._python.results(graph, leaves)
+
+        with renumbered_forward_hooks(self._state.modules_with_added_hooks):
+            self._python.run(python, program, step_call.call)
+        self._state.forget_removed_hooks()
+        return losses[0]
+
+    def _run_step(
+        self,
+        step_call: StepCall,
+        constants: Mapping[str, Tensor],
+        outputs: frozenset[str] = frozenset(),
+    ) -> StepResults:
+        """Run a training step, and accumulate its gradients in the parameters.
+
+        Args:
+            step_call: the step and its inputs.
+            constants: current values of the graph's constants, by name.
+            outputs: names of the outputs to collect.
+        """
+        bound = step_call.bound
+        parameters, buffers = bound.tensors.read()
+        # Detached shards: a step runs its own backward passes and adds the gradients once, without
+        # DTensor's autograd functions in between.
+        shards = stored_shards(parameters)
+        inputs = self._make_step_inputs(step_call, shards, buffers, constants, outputs)
+        with (
+            self._guard.explaining_errors(),
+            self._caller_autocast.disabled(),
+            # The captured Python code may run in a region without gradients.
+            torch.enable_grad(),
+        ):
+            results = bound.step.train(inputs)
         self._guard.check_step()
-        add_gradients(parameters, gradients)
-        bound.tensors.write(changed)
-        return loss
+        add_gradients(parameters, results.gradients)
+        bound.tensors.write(results.buffers)
+        return results
+
+    def _make_step_inputs(
+        self,
+        step_call: StepCall,
+        shards: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        constants: Mapping[str, Tensor],
+        outputs: frozenset[str],
+    ) -> StepInputs:
+        buffers = {**buffers, **self._python.on_device(constants)}
+        seed = self.random_seed + self.random_step
+        return StepInputs(shards, buffers, step_call.leaves, seed, step_call.dims, outputs)
+
+    def _assemble_outputs(
+        self, step: TrainStep, local_outputs: Mapping[str, list[Tensor]], names: frozenset[str]
+    ) -> dict[str, Any]:
+        """Return the outputs of a step with these names for the global batch, or for the local
+        batch of this rank. Collective."""
+        partitioned = step.partitioned
+        outputs = StepOutputs(partitioned, self.devices, self._make_program_devices(partitioned))
+        # In the order of the graph, as all ranks must issue collectives in one order.
+        values = {leaf.name: leaf for leaf in partitioned.graph.output_values if leaf.name in names}
+        return {name: outputs.assemble(leaf, local_outputs) for name, leaf in values.items()}
 
     def _train_with_python_side_effects(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -450,11 +533,8 @@ class Execution(Recapture):
         off_path = OutputsOffPath(bound.graph, program.communication, all_off_path=True)
         return replace(bound, program=program, off_path=off_path)
 
-    def _get_or_capture_step(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[BoundStep, list[Any], SampleDims]:
-        """Return the training step for a call, the call's leaves on this rank's device, and the
-        batch dimension of each leaf; the dimensions are empty if all of them are 0."""
+    def _get_or_capture_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepCall:
+        """Return the training step for a call, with the call's inputs."""
         self.complete_initialization()
         call = self._planned_call.reorder_arguments(args, kwargs)
         leaves, spec = full_leaves(call)
@@ -472,6 +552,8 @@ class Execution(Recapture):
         key = (*specialization, micro_batches)
         inputs = self._leaves.on_device(leaves, planned_indices)
         self._guard.begin(key, inputs, planned_indices)
+        # The guards and the captured Python expect the ordinary tensors of the capture.
+        call = pytree.tree_unflatten(leaves, spec) if has_dtensors(call) else call
         key = self._python.matching_program_key(self._train_steps, self._reachable.key(key), call)
         if key not in self._train_steps:
             partitioned = self.partitioned
@@ -486,7 +568,7 @@ class Execution(Recapture):
             self._train_steps[key] = self._bind_train_step(partitioned)
         bound = _touch_cache_entry(self._train_steps, key)
         check_filled(bound.step.partitioned.graph.filled, self._filled)
-        return bound, inputs, dims
+        return StepCall(bound, inputs, dims, call)
 
     def _bind_train_step(self, partitioned: Partitioned) -> BoundStep:
         step = self._make_train_step(partitioned)

@@ -7,24 +7,21 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwright.core.graph.graph import Graph, Value
 from shardwright.core.graph.split import assign_neighbors
-from shardwright.core.layout.layout import TensorLayout
 from shardwright.core.lower.program import Program
 from shardwright.core.misuse.partial_state import refuse_to_save_stage
 from shardwright.core.misuse.stage_parameters import watch_optimizers_of_stages
-from shardwright.core.parallel.execution import Execution
+from shardwright.core.parallel.execution import Execution, StepCall
 from shardwright.core.parallel.module_tensors import ModuleTensors
 from shardwright.core.parallel.pipeline_stage import RankStages
-from shardwright.core.parallel.train_step import StepInputs
-from shardwright.core.partition.chunk import Chunk
+from shardwright.core.parallel.python_calls import ProgramResults
 from shardwright.core.partition.partitioned import Partitioned
 from shardwright.core.partition.pipeline_spec import PipelineSpec
 from shardwright.core.runtime.clip_grad import clip_grad_norm_
-from shardwright.core.runtime.dtensor import as_dtensor, stored_shards
+from shardwright.core.runtime.dtensor import stored_shards
 from shardwright.core.runtime.micro_batches import SampleDims
 from shardwright.core.runtime.total_norms import StageParameters, stage_models
 from shardwright.core.torch_internals.modules import state_names
@@ -70,31 +67,40 @@ class PipelineExecution(Execution):
                 " `torch.no_grad()`"
             )
         self._reachable.update()
-        bound, leaves, dims = self._get_or_capture_step(args, kwargs)
-        stages = bound.step
+        step_call = self._get_or_capture_step(args, kwargs)
+        graph, python = step_call.bound.step.partitioned.graph, step_call.bound.python
+        if python is None:
+            return graph.result(self._evaluate(step_call, {}))
+
+        # The captured Python rebuilds results of the user's own classes.
+        def program(constants: Mapping[str, Tensor]) -> ProgramResults:
+            return self._python.results(graph, self._evaluate(step_call, constants))
+
+        return self._python.run(python, program, step_call.call)
+
+    def _evaluate(self, step_call: StepCall, constants: Mapping[str, Tensor]) -> list[Any]:
+        """Run forward over all micro-batches, and return the outputs of the graph.
+
+        Args:
+            step_call: the step and its inputs.
+            constants: current values of the graph's constants, by name.
+        """
+        bound, stages = step_call.bound, step_call.bound.step
         assert isinstance(stages, RankStages)
+        graph = stages.partitioned.graph
+        names = frozenset(value.name for value in graph.output_values)
         parameters, buffers = bound.tensors.read()
         # `random_step` does not advance: an evaluation must not change the dropout masks of later
         # steps.
-        seed = self.random_seed + self.random_step
-        inputs = StepInputs(stored_shards(parameters), buffers, leaves, seed, dims)
+        inputs = self._make_step_inputs(
+            step_call, stored_shards(parameters), buffers, constants, names
+        )
         with self._guard.explaining_errors(), self._caller_autocast.disabled():
             local_outputs, changed = stages.evaluate(inputs)
         self._guard.check_step()
         bound.tensors.write(changed)
-        graph = stages.partitioned.graph
-        outputs = [
-            self._assemble_local_output(stages, leaf, local_outputs)
-            if isinstance(leaf, Value)
-            else leaf
-            for leaf in graph.outputs
-        ]
-        if graph.python is None:
-            return graph.result(outputs)
-        # The captured Python rebuilds results of the user's own classes.
-        results = self._python.results(graph, outputs)
-        call = self._planned_call.reorder_arguments(args, kwargs)
-        return self._python.run(graph.python, lambda _: results, call)
+        outputs = self._assemble_outputs(stages, local_outputs, names)
+        return [outputs[leaf.name] if isinstance(leaf, Value) else leaf for leaf in graph.outputs]
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clip the global gradient norm, over all devices and stages, to `max_norm`.
@@ -171,86 +177,3 @@ class PipelineExecution(Execution):
         chunk_of = {op.name: planned[op.name] for op in graph.ops if op.name in planned}
         # Operators that the planned graph lacks go to the chunk of their neighbors.
         return replace(pipeline, chunk_of=assign_neighbors(graph, chunk_of))
-
-    def _assemble_local_output(
-        self, stages: RankStages, value: Value, local_outputs: Mapping[str, list[Tensor]]
-    ) -> Tensor:
-        """Return an output for the batch that this rank passed: local or global.
-
-        Args:
-            value: an output of the model's graph.
-            local_outputs: this rank's tensors of all micro-batches, by name of the output.
-        """
-        output = self._assemble_global_output(stages, value, local_outputs)
-        axes = stages.partitioned.local_outputs.get(value.name)
-        if axes is None:
-            return output
-        # Every rank has the output for the global batch, so its slice needs no communication.
-        layout = TensorLayout(self.devices.matrix, axes)
-        return output[layout.slices(self.devices.rank, tuple(output.shape))]
-
-    def _assemble_global_output(
-        self, stages: RankStages, value: Value, local_outputs: Mapping[str, list[Tensor]]
-    ) -> Tensor:
-        """Return an output for the global batch, as a full tensor on every rank.
-
-        Tensors with a batch dimension are concatenated over micro-batches; the loss and other means
-        or sums over samples are reduced; other outputs are taken from the first micro-batch.
-
-        Args:
-            value: an output of the model's graph.
-            local_outputs: this rank's tensors of all micro-batches, by name of the output.
-        """
-        partitioned = stages.partitioned
-        chunk = next(c for c in partitioned.chunks if value.name in {v.name for v in c.returned})
-        dim, shape = stages.concatenation_dim(value), list(value.shape)
-        if dim is not None:
-            shape[dim] *= stages.micro_batches
-        # Gathered over the devices of the output's stage, then broadcast to peers in other stages.
-        if chunk.stage == self.devices.stage:
-            tensors = [
-                self._gather_output(stages, chunk, value, tensor)
-                for tensor in local_outputs[value.name]
-            ]
-            weight = stages.micro_batch_weight(value)
-            if weight is not None:
-                output = torch.stack(tensors).sum(0) * weight
-            elif dim is not None:
-                output = torch.cat(tensors, dim)
-                if dim == 0:
-                    output = self._restore_sample_order(output, stages.micro_batches)
-            else:
-                output = tensors[0]
-            # A broadcast reads contiguous memory.
-            output = output.contiguous()
-        else:
-            output = torch.empty(shape, dtype=value.dtype, device=self.devices.device)
-        # Ranks of other stages know the shape, so one broadcast suffices.
-        dist.broadcast(output, group=self.devices.peers_of_all_stages, group_src=chunk.stage)
-        return output
-
-    def _restore_sample_order(self, samples: Tensor, micro_batches: int) -> Tensor:
-        """Reorder the samples of concatenated micro-batches as in the global batch.
-
-        If ranks pass local batches, `samples` are ordered by [micro-batch, rank, sample], the
-        global batch by [rank, micro-batch, sample].
-        """
-        arrivals = self.partitioned.decisions.arrivals.values()
-        layouts = (TensorLayout(self.devices.matrix, axes) for axes in arrivals if axes)
-        num_shards = max((layout.shard_counts[0] for layout in layouts), default=1)
-        # A dimension of another size is no batch dimension.
-        if num_shards == 1 or samples.shape[0] % (micro_batches * num_shards):
-            return samples
-        blocks = samples.reshape(micro_batches, num_shards, -1, *samples.shape[1:])
-        return blocks.transpose(0, 1).reshape(samples.shape)
-
-    def _gather_output(
-        self, stages: RankStages, chunk: Chunk, value: Value, tensor: Tensor
-    ) -> Tensor:
-        axes = chunk.decisions.departures.get(value.name, ((),) * len(value.shape))
-        layout = TensorLayout(chunk.mesh, axes)
-        # Partial sums are reduced before a value is returned, so this is the full tensor.
-        if not layout.sharded:
-            return tensor
-        like = torch.empty(value.shape, device="meta")
-        return as_dtensor(tensor, like, layout, stages.devices).full_tensor()

@@ -30,11 +30,11 @@ from torch.profiler import record_function
 from shardwright.core.graph.graph import Graph, Value
 from shardwright.core.layout.layout import TensorLayout
 from shardwright.core.lower.program import Program, lower
+from shardwright.core.micro_batches.buffer_updates import BufferUpdates
 from shardwright.core.parallel.train_step import StepInputs, StepResults, loss_weight
 from shardwright.core.parallel.unsharded_parameters import UnshardedParameters
 from shardwright.core.parallel.whole_batch_values import (
     GlobalBatchValues,
-    batch_reduction,
     prologue_axes,
 )
 from shardwright.core.partition.chunk import Chunk
@@ -60,27 +60,29 @@ class StepContext:
 
     Args:
         micro_batch_leaves: for each micro-batch, the leaves of the call's arguments.
-        buffers: buffers by name; chunks replace the buffers that they update.
+        buffers: buffers by name, which chunks read and update.
         seed: random seed of the step.
         global_batch_values: for each micro-batch, the values of the global batch that chunks read
             as buffers (e.g. the number of valid targets), by buffer name.
-        evaluated: for each output that this stage computes, by name, its local tensors of all
-            micro-batches, detached; None in training.
+        outputs: for each output that the step returns, by name, its local tensors of the
+            micro-batches that have run on this stage, detached.
     """
 
     micro_batch_leaves: Sequence[Sequence[Any]]
-    buffers: dict[str, Tensor]
+    buffers: BufferUpdates
     seed: int
     global_batch_values: Sequence[Mapping[str, Tensor]]
-    evaluated: dict[str, list[Tensor]] | None = None
+    outputs: dict[str, list[Tensor]]
 
     @classmethod
     def of(
-        cls, inputs: StepInputs, micro_batches: int, whole_batch: GlobalBatchValues
+        cls, inputs: StepInputs, partitioned: Partitioned, whole_batch: GlobalBatchValues
     ) -> StepContext:
         global_batch_values = whole_batch(inputs.leaves, inputs.buffers)
-        micro_batch_leaves = inputs.micro_batches(micro_batches)
-        return cls(micro_batch_leaves, dict(inputs.buffers), inputs.seed, global_batch_values)
+        micro_batch_leaves = inputs.micro_batches(partitioned.pipeline.micro_batches)
+        buffers = BufferUpdates(partitioned.graph, inputs.buffers)
+        outputs: dict[str, list[Tensor]] = {name: [] for name in inputs.outputs}
+        return cls(micro_batch_leaves, buffers, inputs.seed, global_batch_values, outputs)
 
 
 class StageModule(nn.Module):
@@ -117,21 +119,19 @@ class StageModule(nn.Module):
         inputs = stage_boundary(received)
         outputs, updates = self.program(
             self.unsharded.tensors(),
-            {**self.step.buffers, **self.step.global_batch_values[micro_batch]},
+            {**self.step.buffers.values, **self.step.global_batch_values[micro_batch]},
             self.read(micro_batch, inputs),
             micro_batch_seed(self.step.seed, micro_batch),
         )
         # Not in place: several micro-batches are in flight, and autograd may have saved the old
         # values for their backward passes.
         changed = (buffer.name for buffer, _ in self.chunk.graph.updates)
-        self.step.buffers.update(zip(changed, updates, strict=True))
+        self.step.buffers.add(zip(changed, updates, strict=True))
         outputs_by_value = dict(zip(self.chunk.graph.outputs, outputs, strict=True))
-        if self.step.evaluated is not None:
-            for value in self.chunk.returned:
-                # Detached, so that the outputs of an evaluation keep no graph alive.
-                self.step.evaluated.setdefault(value.name, []).append(
-                    outputs_by_value[value].detach()
-                )
+        for value in self.chunk.returned:
+            if value.name in self.step.outputs:
+                # Detached, so that outputs keep no autograd graph alive.
+                self.step.outputs[value.name].append(outputs_by_value[value].detach())
         if self.chunk.graph.loss is not None:
             # The schedule's loss function only scales it.
             loss: Tensor = outputs_by_value[self.chunk.graph.loss]
@@ -185,8 +185,9 @@ class RankStages:
     def __post_init__(self) -> None:
         self._create_process_groups_of_stages()
         graph = self.partitioned.graph
+        current = graph.python.current if graph.python is not None else frozenset()
         self.modules = tuple(
-            StageModule(chunk, lower(chunk, self.devices, unsharded=True), graph)
+            StageModule(chunk, lower(chunk, self.devices, unsharded=True, current=current), graph)
             for chunk in self.partitioned.chunks_of(self.devices.stage)
         )
         read = (v for module in self.modules for v in module.chunk.graph.buffers)
@@ -240,18 +241,16 @@ class RankStages:
         # The schedule collects losses on the last stage only.
         loss = torch.stack(losses).sum().detach() if losses else self._make_empty_loss()
         self._broadcast_from_stage(self._last_stage_index, loss)
-        return loss, gradients, inputs.changed(step.buffers)
+        return StepResults(loss, gradients, step.buffers.end_step(), step.outputs)
 
     def evaluate(self, inputs: StepInputs) -> tuple[dict[str, list[Tensor]], dict[str, Tensor]]:
         """Run forward over all micro-batches.
 
         Returns:
-            For each output of the model that this stage computes, by name, the local tensors of all
-            micro-batches; and the new values of buffers by name.
+            `StepResults.outputs`, and the new values of buffers by name.
         """
         with torch.no_grad():
             step = self._make_step_context(inputs)
-            step.evaluated = {}
             if self._forward_schedule is None:
                 self._forward_schedule = self._make_pipeline_schedule(None)
             self._forward_schedule.step(
@@ -260,35 +259,7 @@ class RankStages:
             # Frees the gathered parameters; without a backward pass there are no gradients.
             for module in self.modules:
                 module.unsharded.end_step()
-        return step.evaluated, inputs.changed(step.buffers)
-
-    def micro_batch_weight(self, value: Value) -> float | None:
-        """Return the weight of each micro-batch in an output that is a mean or sum over samples;
-        None for other outputs."""
-        if value is self.partitioned.graph.loss:
-            return self._loss_weight
-        match dict(batch_reduction(self.partitioned.graph).outputs).get(value.name):
-            case "mean":
-                return 1 / self.micro_batches
-            case "sum":
-                return 1.0
-        return None
-
-    def concatenation_dim(self, value: Value) -> int | None:
-        """Return the dimension along which micro-batches of output `value` are concatenated, or
-        None.
-
-        Without an analysis of the output, the dimension is 0 if the output and the first input have
-        equal sizes in dimension 0.
-        """
-        graph = self.partitioned.graph
-        outputs = dict(batch_reduction(graph).outputs)
-        if value.name in outputs:
-            dim = outputs[value.name]
-            return dim if isinstance(dim, int) else None
-        sizes = [v.shape[0] for v in graph.input_values if v.shape]
-        is_joined = value.shape and sizes and value.shape[0] == sizes[0]
-        return 0 if is_joined and not self.pipeline.batch_dims else None
+        return step.outputs, step.buffers.end_step()
 
     def _multiply_by_loss_weight(self, loss: Tensor, index: Tensor | int) -> Tensor:
         # Called by the schedule as `loss_fn(output, target)`: the target is the index of the
@@ -296,7 +267,7 @@ class RankStages:
         return loss * self._loss_weight
 
     def _make_step_context(self, inputs: StepInputs) -> StepContext:
-        step = StepContext.of(inputs, self.micro_batches, self._whole_batch)
+        step = StepContext.of(inputs, self.partitioned, self._whole_batch)
         for module in self.modules:
             module.begin_step(step, inputs)
         return step

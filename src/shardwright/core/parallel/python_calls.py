@@ -161,7 +161,10 @@ class PythonCalls:
         first = graph.out_spec.num_leaves
         # Copies, as a program returns a parameter itself for `parameter.detach().clone()`.
         stored = [
-            _gather_unless_differentiable(tensor, copy_ordinary=True) for tensor in outputs[first:]
+            _gather_unless_differentiable(output, copy_ordinary=True)
+            if isinstance(output, Tensor)
+            else output
+            for output in outputs[first:]
         ]
         return [*outputs[:first], *stored], dict(self._module.named_buffers())
 

@@ -11,7 +11,7 @@ from copy import copy, deepcopy
 from dataclasses import dataclass
 from itertools import chain
 from operator import call, contains, is_, itemgetter, methodcaller
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
@@ -29,6 +29,7 @@ from shardwright.core.capture.attributes import (
 )
 from shardwright.core.capture.global_variables import GLOBALS
 from shardwright.core.misuse.calls_of_parts import explains_calls
+from shardwright.core.parallel.unavailable import Unavailable
 from shardwright.core.torch_internals import pytree
 from shardwright.core.torch_internals.hooks import (
     HooksOfModules,
@@ -57,42 +58,15 @@ class StateKey:
     number: int
 
 
-class SetByForward:
+class SetByForward(Unavailable):
     """Placeholder of an attribute that `forward` sets; every use raises an error."""
 
     def __init__(self, path: str, name: str) -> None:
-        self._name = f"{path}.{name}".removeprefix(".")
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # Python looks up optional protocol methods.
-            raise AttributeError(name)
-        self._raise_set_by_forward()
-
-    def _raise_set_by_forward(self, *_: object) -> NoReturn:
-        raise PlanError(
-            f"attribute {self._name!r} is set by `forward`, but this program of the model runs"
-            " operators only\nplan with micro_batches=1 and stages=1, or return its value from"
-            " `forward`"
+        attribute = f"{path}.{name}".removeprefix(".")
+        super().__init__(
+            f"attribute {attribute!r} is set by `forward`, but this program of the model runs"
+            " operators only\nplan with stages=1, or return its value from `forward`"
         )
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> NoReturn:
-        leaves = pytree.tree_leaves((args, kwargs))
-        next(leaf for leaf in leaves if isinstance(leaf, cls))._raise_set_by_forward()
-
-    # Python looks special methods up in the class, and would not call `__getattr__`.
-    __bool__ = __float__ = __int__ = __index__ = __len__ = __iter__ = __call__ = (
-        _raise_set_by_forward
-    )
-    __getitem__ = __setitem__ = __contains__ = __neg__ = __lt__ = __le__ = __gt__ = __ge__ = (
-        _raise_set_by_forward
-    )
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __matmul__ = (
-        _raise_set_by_forward
-    )
-    __truediv__ = __rtruediv__ = __pow__ = __rpow__ = __rmatmul__ = _raise_set_by_forward
 
 
 class PythonState:

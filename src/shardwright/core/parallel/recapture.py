@@ -100,9 +100,10 @@ class Recapture:
         return pipeline.micro_batches * pipeline.stages > 1
 
     @property
-    def _attributes_set_by_forward(self) -> Collection[tuple[str, str, str]]:
-        """Entries of `Graph.attributes` that `forward` sets; empty with micro-batches or stages."""
-        if self._has_micro_batches_or_stages:
+    def _attributes_stored_by_calls(self) -> Collection[tuple[str, str, str]]:
+        """The entries of `Graph.attributes` that `forward` sets; none with several stages, which
+        own different operators of a capture than planned."""
+        if self.partitioned.pipeline.stages > 1:
             return ()
         return [entry for entry in self.partitioned.graph.attributes if entry[2] == SET]
 
@@ -234,10 +235,10 @@ class Recapture:
     def _capture_with_guards(self, call: CapturedCall) -> Graph | None:
         """Capture the model with guards on all Python state that it reads; None if that fails.
 
-        A model with micro-batches or stages is not captured with guards, as its Python would run
-        several times per step.
+        A model in several stages is not captured with guards: names of its operators, by which they
+        are assigned to stages, may differ from those of the plan.
         """
-        if self._has_micro_batches_or_stages or self._contains_root_hooks:
+        if self._runs_without_guards:
             return None
         dtype = self.partitioned.graph.compute_dtype
         # Guards would see the attributes that `explain_calls_of_parts` sets.
@@ -251,6 +252,14 @@ class Recapture:
         return graph
 
     @property
+    def _runs_without_guards(self) -> bool:
+        """Whether the model cannot be captured with guards, or summed losses of micro-batches make
+        its Python code run once per micro-batch."""
+        pipeline = self.partitioned.pipeline
+        sums = pipeline.micro_batches > 1 and not pipeline.averages_micro_batches
+        return pipeline.stages > 1 or sums or self._contains_root_hooks
+
+    @property
     def _contains_root_hooks(self) -> bool:
         """Whether programs contain the root module's forward hooks, which guards do not cover."""
         return False
@@ -260,12 +269,12 @@ class Recapture:
         guards on all Python state, including these hooks.
 
         Raises:
-            PlanError: if a training step has several micro-batches or stages, or programs contain
-                hooks of the model itself.
+            PlanError: if the model has several stages, or programs contain hooks of the model
+                itself.
             CaptureError: if the model cannot be captured with guards.
         """
-        if self._has_micro_batches_or_stages or self._contains_root_hooks:
-            cause = "plan with micro_batches=1 and stages=1"
+        if self._runs_without_guards:
+            cause = "plan with stages=1"
             if self._contains_root_hooks:
                 cause = "move the hook of the model itself to a submodule"
             raise PlanError(

@@ -46,10 +46,10 @@ def simulate_stages(
         step_inputs = StepInputs(
             *ranks.shard_inputs(parameters, buffers, inputs), seed, partitioned.pipeline.batch_dims
         )
-        loss, gradients, updates = chunks.train(step_inputs)
-        total = ranks.assemble(loss, partitioned.mesh.replicated(0), ())
+        results = chunks.train(step_inputs)
+        total = ranks.assemble(results.loss, partitioned.mesh.replicated(0), ())
         sent = [(forward, backward) for forward, backward in chunks.sent]
-        return ranks.outcome([total], gradients, updates, sent)
+        return ranks.outcome([total], results.gradients, results.buffers, sent)
 
 
 @dataclass
@@ -85,7 +85,7 @@ class _ChunkSequence:
     def train(self, inputs: StepInputs) -> StepResults:
         """Run forward and backward over all micro-batches."""
         count = self.partitioned.pipeline.micro_batches
-        step = StepContext.of(inputs, count, self._whole_batch)
+        step = StepContext.of(inputs, self.partitioned, self._whole_batch)
         weight = loss_weight(self.partitioned)
         for module in self.modules:
             with self._count_communication_bytes(module.chunk, 0):
@@ -99,7 +99,8 @@ class _ChunkSequence:
             loss = run[-1].outputs[0] * weight
             losses.append(loss.detach())
             self._run_backward_of_all_chunks(run, loss)
-        return torch.stack(losses).sum(), self._sum_gradients(), inputs.changed(step.buffers)
+        total = torch.stack(losses).sum()
+        return StepResults(total, self._sum_gradients(), step.buffers.end_step(), {})
 
     def _run_forward_of_all_chunks(self, micro_batch: int) -> list[_ForwardPassOfChunk]:
         """Run all chunks forward for one micro-batch."""

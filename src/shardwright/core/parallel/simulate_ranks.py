@@ -151,6 +151,9 @@ class Ranks:
         state = {
             v.name: self._shard_in_initial_layout(buffers[v.name], v) for v in graph.module_buffers
         }
+        # Steps read numbers and tensors of the captured Python state as buffers.
+        current = graph.python.current if graph.python is not None else frozenset()
+        state |= {v.name: t for v, t in graph.constants.items() if v.name in current}
         leaves = [
             self._shard_in_initial_layout(leaf, value).requires_grad_(value.differentiable)
             if isinstance(value, Value)
@@ -304,13 +307,13 @@ def simulate_step(
             *ranks.shard_inputs(parameters, buffers, inputs), seed, partitioned.pipeline.batch_dims
         )
         with ByteCounter() as during:  # type: ignore[no-untyped-call]
-            loss, updates = step.run(step_inputs)
+            results = step.run(step_inputs)
         with ByteCounter() as after:  # type: ignore[no-untyped-call]
             gradients = step.unsharded.end_step()
         # Forward is the rest: `run` has both passes, `end_step` only reductions of gradients.
         sent = during.sent - during.backward, during.backward + after.sent
-        total = ranks.assemble(loss, partitioned.mesh.replicated(0), ())
-        return ranks.outcome([total], gradients, updates, [sent])
+        total = ranks.assemble(results.loss, partitioned.mesh.replicated(0), ())
+        return ranks.outcome([total], gradients, results.buffers, [sent])
 
 
 def assemble_shards(

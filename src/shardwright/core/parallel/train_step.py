@@ -10,14 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from shardwright.core.graph.graph import Graph, Value
 from shardwright.core.lower.program import Program, lower
-from shardwright.core.micro_batches.batch_norms import AVERAGES_ALL, NORMALIZES_ALL, UPDATED
+from shardwright.core.micro_batches.analysis import UPDATED_BY_RESULT
+from shardwright.core.micro_batches.batch_norms import AVERAGES_ALL, NORMALIZES_ALL
+from shardwright.core.micro_batches.buffer_updates import BufferUpdates
 from shardwright.core.micro_batches.paired_graphs import DEPENDENCES_ON_SIZE
 from shardwright.core.parallel.unsharded_parameters import UnshardedParameters
 from shardwright.core.parallel.whole_batch_values import GlobalBatchValues, batch_reduction
@@ -39,6 +41,7 @@ class StepInputs:
         leaves: leaves of the call's arguments, for all micro-batches.
         seed: random seed of the step.
         batch_dims: batch dimension of each leaf; empty for dimension 0.
+        outputs: names of the outputs that the step returns besides the loss.
     """
 
     shards: Mapping[str, Tensor]
@@ -46,20 +49,28 @@ class StepInputs:
     leaves: Sequence[Any]
     seed: int
     batch_dims: SampleDims = ()
+    outputs: frozenset[str] = frozenset()
 
     def micro_batches(self, count: int) -> list[list[Any]]:
         """Split the leaves into `count` micro-batches."""
         return [micro_batch(self.leaves, index, count, self.batch_dims) for index in range(count)]
 
-    def changed(self, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the `buffers` that the step has updated: they are new tensors."""
-        # By identity: a program returns a new tensor for each buffer that it updates.
-        return {name: t for name, t in buffers.items() if t is not self.buffers.get(name)}
 
+class StepResults(NamedTuple):
+    """Results of a training step on this rank.
 
-StepResults = tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]
-"""Results of a training step: the loss of the global batch, equal on all ranks; gradients of the
-local parameter shards by name; updated buffers by name."""
+    Args:
+        loss: the loss of the global batch, equal on all ranks.
+        gradients: gradients of the local parameter shards, by name.
+        buffers: updated buffers, by name.
+        outputs: for each output in `StepInputs.outputs` that this rank's stage computes, by name,
+            its local tensors of all micro-batches, detached.
+    """
+
+    loss: Tensor
+    gradients: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    outputs: dict[str, list[Tensor]]
 
 
 class TrainStep(Protocol):
@@ -138,12 +149,11 @@ def check_loss_of_batch(graph: Graph, micro_batches: int) -> None:
             " (`batch_dims={'x': 1}`); or plan with `micro_batches=1` (`recompute='auto'` saves"
             " memory)"
         )
-    if isinstance(graph.whole_batch, str) and graph.whole_batch.startswith(UPDATED):
+    if isinstance(graph.whole_batch, str) and graph.whole_batch.endswith(UPDATED_BY_RESULT):
         raise MixedSamplesError(
-            f"micro_batches={micro_batches}: {graph.whole_batch}, but the model updates it once "
-            "per batch\nreturn the values that the update reads, and update the buffer outside of "
-            "`forward`; "
-            "or plan with `micro_batches=1` (`recompute='auto'` saves memory)"
+            f"micro_batches={micro_batches}: cannot split the batch: {graph.whole_batch}"
+            "\nupdate the buffer with means or sums over samples, or outside of `forward`;"
+            " or plan with `micro_batches=1` (`recompute='auto'` saves memory)"
         )
     if isinstance(graph.whole_batch, str):
         raise MixedSamplesError(
@@ -182,7 +192,7 @@ class GradientAccumulation:
 
     def __init__(self, partitioned: Partitioned, devices: Devices) -> None:
         graph, pipeline = partitioned.graph, partitioned.pipeline
-        loss = loss_of(graph)
+        self._loss = loss_of(graph)
         self.partitioned = partitioned
         self.micro_batches = pipeline.micro_batches
         (chunk,) = partitioned.chunks
@@ -196,36 +206,39 @@ class GradientAccumulation:
         self._waits = devices.waits
         self._weight = loss_weight(partitioned)
         # The first position, as a model may return its loss several times.
-        self._loss_index = next(i for i, value in enumerate(graph.outputs) if value is loss)
+        self._loss_index = next(i for i, value in enumerate(graph.outputs) if value is self._loss)
 
     def compile(self, compiler: Callable[[Program], Program]) -> None:
         self.program = compiler(self.program)
 
     def train(self, inputs: StepInputs) -> StepResults:
-        loss, changed = self.run(inputs)
-        return loss, self.unsharded.end_step(), changed
+        results = self.run(inputs)
+        return results._replace(gradients=self.unsharded.end_step())
 
-    def run(self, inputs: StepInputs) -> tuple[Tensor, dict[str, Tensor]]:
+    def run(self, inputs: StepInputs) -> StepResults:
         """Run all micro-batches without the final reduction of gradients, which
-        `self.unsharded.end_step()` does.
-
-        Returns:
-            The loss of the global batch, on every rank, and the new values of buffers by name.
-        """
+        `self.unsharded.end_step()` does; return results without gradients."""
         micro_batch_leaves = inputs.micro_batches(self.micro_batches)
         buffer_updates = self.partitioned.graph.updates
         self.unsharded.begin_step(inputs.shards)
         global_batch_values = self._whole_batch(inputs.leaves, inputs.buffers)
-        # Each micro-batch reads the buffers as updated by the previous one, as on one device.
-        state, pending_losses = dict(inputs.buffers), []
+        buffers, pending_losses = BufferUpdates(self.partitioned.graph, inputs.buffers), []
+        collected: dict[str, list[Tensor]] = {name: [] for name in inputs.outputs}
         for index, (leaves, values) in enumerate(
             zip(micro_batch_leaves, global_batch_values, strict=True)
         ):
             parameters = self.unsharded.tensors()
             outputs, updates = self.program(
-                parameters, {**state, **values}, leaves, micro_batch_seed(inputs.seed, index)
+                parameters,
+                {**buffers.values, **values},
+                leaves,
+                micro_batch_seed(inputs.seed, index),
             )
             loss: Tensor = outputs[self._loss_index]
+            for value, tensor in zip(self.partitioned.graph.outputs, outputs, strict=True):
+                # The pending loss is waited for below.
+                if value is not self._loss and isinstance(value, Value) and value.name in collected:
+                    collected[value.name].append(tensor.detach())
             # Frees other outputs, such as logits, before the backward pass.
             del outputs
             if loss.requires_grad:
@@ -233,8 +246,11 @@ class GradientAccumulation:
                 # pending loss.
                 loss.backward(torch.full_like(loss, self._weight))  # type: ignore[no-untyped-call]
             pending_losses.append(loss.detach())
-            state.update((b.name, t) for (b, _), t in zip(buffer_updates, updates, strict=True))
+            buffers.add((b.name, t) for (b, _), t in zip(buffer_updates, updates, strict=True))
         # The all-reduces of losses are waited for only now (`pending_loss`), so that no backward
         # pass waits for slower ranks.
-        weighted_losses = [wait(loss, self._waits) * self._weight for loss in pending_losses]
-        return torch.stack(weighted_losses).sum(), inputs.changed(state)
+        losses = [wait(loss, self._waits) for loss in pending_losses]
+        if self._loss.name in collected:
+            collected[self._loss.name] = losses
+        total = torch.stack([loss * self._weight for loss in losses]).sum()
+        return StepResults(total, {}, buffers.end_step(), collected)

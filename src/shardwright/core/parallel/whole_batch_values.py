@@ -45,6 +45,8 @@ class GlobalBatchValues:
         self, partitioned: Partitioned, devices: Devices, read: Iterable[Value] | None = None
     ) -> None:
         self._devices, self._mesh = devices, partitioned.mesh
+        python = partitioned.graph.python
+        self._current = python.current if python is not None else frozenset()
         self._arrivals = partitioned.decisions.arrivals
         self._num_micro_batches = partitioned.pipeline.micro_batches
         whole_batch = batch_reduction(partitioned.graph)
@@ -88,8 +90,11 @@ class GlobalBatchValues:
         tensors |= {v: _get_full_buffer(v, buffers) for v in graph.buffers}
         # As mixed precision casts inputs and buffers before operators read them.
         tensors = {v: t if v.outer_dtype is None else t.to(v.dtype) for v, t in tensors.items()}
-        # Constants of a graph are on the device of the capture.
-        tensors |= {v: t.to(device) for v, t in graph.constants.items()}
+        for value, constant in graph.constants.items():
+            # State of the captured Python code has another value in each call.
+            is_current = value.name in self._current and value.name in buffers
+            # Constants of a graph are on the device of the capture.
+            tensors[value] = (buffers[value.name] if is_current else constant).to(device)
         for op in graph.ops:
             tensors.update(zip(op.outputs, run(op, tensors, device), strict=True))
         return [tensors[value] for value in graph.output_values]
