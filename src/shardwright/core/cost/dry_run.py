@@ -38,6 +38,7 @@ from shardwright.core.cost.tensor_tracking import (
 from shardwright.core.graph.graph import Value
 from shardwright.core.layout.layout import TensorLayout
 from shardwright.core.lower.program import lower
+from shardwright.core.micro_batches.buffer_updates import BufferUpdates
 from shardwright.core.parallel.pipeline_stage import StageModule, StepContext, can_split_backward
 from shardwright.core.partition.chunk import Chunk
 from shardwright.core.partition.chunk_key import chunk_key
@@ -233,7 +234,8 @@ class _MetaChunk:
         ]
         buffers = {value.name: local(value) for value in chunk.graph.buffers}
         # Any seed: random operators draw nothing on the meta device.
-        module.step = StepContext([leaves], buffers, seed=0, global_batch_values=[{}])
+        updates = BufferUpdates(partitioned.graph, buffers)
+        module.step = StepContext([leaves], updates, 0, [{}], outputs={})
         tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor))
         run.live_bytes.watch(tensors, BATCH)
         run.live_bytes.watch(run.stored.values(), PARAMETERS)
@@ -398,7 +400,7 @@ class _MetaChunk:
         module, step = self.module, self.module.step
         tensors = module.unsharded.tensors()
         # Not by calling the module, which returns the loss or the values for the next chunk only.
-        outputs, _ = module.program(tensors, step.buffers, module.read(0, self.inputs))
+        outputs, _ = module.program(tensors, step.buffers.values, module.read(0, self.inputs))
         return tuple(t for t in outputs if isinstance(t, Tensor) and t.requires_grad)
 
     def _receive_gradients(self) -> None:

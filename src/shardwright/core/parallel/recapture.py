@@ -100,7 +100,7 @@ class Recapture:
         return pipeline.micro_batches * pipeline.stages > 1
 
     @property
-    def _attributes_stored_by_calls(self) -> Collection[tuple[str, str, str]]:
+    def _attributes_set_by_forward(self) -> Collection[tuple[str, str, str]]:
         """The entries of `Graph.attributes` that `forward` sets; none with several stages, which
         own different operators of a capture than planned."""
         if self.partitioned.pipeline.stages > 1:

@@ -138,10 +138,8 @@ class StepOutputs:
         return blocks.transpose(0, 1).reshape(samples.shape)
 
     def _gather_output(self, chunk: Chunk, value: Value, tensor: Tensor) -> Tensor:
-        axes = chunk.decisions.departures.get(value.name, ((),) * len(value.shape))
-        layout = TensorLayout(chunk.mesh, axes)
-        # Partial sums are reduced before a value is returned, so this is the full tensor.
-        if not layout.sharded:
+        layout = chunk.communication.returned_layout(value)
+        if not layout.sharded and not layout.partial:
             return tensor
         like = torch.empty(value.shape, device="meta")
         return as_dtensor(tensor, like, layout, self.program_devices).full_tensor()
