@@ -479,7 +479,7 @@ class Execution(Recapture):
         result._state = self._state.of_copy(
             module, result.captured_hooks if graph.python is None else module
         )
-        result._python = self._python.of_copy(module)
+        result._python = self._python.of_copy(module, result.template)
         user_module = alias_module(module, type(self._user_module))
         result._reachable = self._reachable.of_copy(user_module, module)
         result._filled = dict(self._filled)

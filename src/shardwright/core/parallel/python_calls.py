@@ -9,7 +9,8 @@ step.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import count
 from typing import Any
 
@@ -25,7 +26,7 @@ from shardwright.core.graph.graph import Graph
 from shardwright.core.graph.python_call import ConstantsProgram, PythonCall
 from shardwright.core.parallel.bound_program import BoundProgram, BoundStep
 from shardwright.core.parallel.call import Call
-from shardwright.core.torch_internals.modules import alias_module
+from shardwright.core.torch_internals.modules import alias_module, own_buffers, own_parameters
 from shardwright.errors import CaptureError, PlanError
 
 log = logging.getLogger(__name__)
@@ -45,18 +46,27 @@ class PythonCalls:
         user_module: an instance of the user's class that shares the state of the planned module, as
             guards depend on the class.
         planned: the planned module, to which user code may refer.
+        template: a copy of the module on the meta device, with the parameters of all stages.
         device: device on which the programs run.
     """
 
-    def __init__(self, user_module: nn.Module, planned: nn.Module, device: torch.device) -> None:
+    def __init__(
+        self,
+        user_module: nn.Module,
+        planned: nn.Module,
+        template: nn.Module,
+        device: torch.device,
+    ) -> None:
         self._module = user_module
         self._planned = planned
+        self._template = template
         self._device = device
         self._changing_numbers: frozenset[str] = frozenset()
 
-    def of_copy(self, module: nn.Module) -> PythonCalls:
+    def of_copy(self, module: nn.Module, template: nn.Module) -> PythonCalls:
         """Return an executor of captured Python code for `module`, a copy of the planned module."""
-        result = PythonCalls(alias_module(module, type(self._module)), module, self._device)
+        alias = alias_module(module, type(self._module))
+        result = PythonCalls(alias, module, template, self._device)
         result._changing_numbers = self._changing_numbers
         return result
 
@@ -131,7 +141,7 @@ class PythonCalls:
         state = {name: value for name, value in vars(self._module).items() if name != "execution"}
         module = alias_module(self._module, type(self._module), state)
         captured = CapturedCall.of(module, *call, autocast, self._planned)
-        with naming_local_map(module, *call):
+        with naming_local_map(module, *call), _tensors_of_all_stages(module, self._template):
             try:
                 return capture_python(captured, compute_dtype, self._changing_numbers)
             except CaptureError:
@@ -174,6 +184,28 @@ class PythonCalls:
             name: _gather_unless_differentiable(tensor).to(self._device)
             for name, tensor in constants.items()
         }
+
+
+@contextmanager
+def _tensors_of_all_stages(module: nn.Module, template: nn.Module) -> Iterator[None]:
+    """Context in which `module` has the meta tensors of `template` in place of parameters and
+    buffers that only other pipeline stages own."""
+    filled: list[tuple[dict[str, Any], str]] = []
+    templates = dict(template.named_modules())
+    for path, child in module.named_modules():
+        if path not in templates:
+            continue
+        for tensors_of in (own_parameters, own_buffers):
+            tensors: dict[str, Any] = {**tensors_of(templates[path])}
+            own: Any = tensors_of(child)
+            missing = [n for n, t in tensors.items() if t is not None and own.get(n, t) is None]
+            own.update((name, tensors[name]) for name in missing)
+            filled += [(own, name) for name in missing]
+    try:
+        yield
+    finally:
+        for own, name in filled:
+            own[name] = None
 
 
 def _gather_unless_differentiable(tensor: Tensor, copy_ordinary: bool = False) -> Tensor:

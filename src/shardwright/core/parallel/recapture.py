@@ -73,7 +73,7 @@ class Recapture:
         # `module` will be of a class derived from the user's: guards and local maps need the
         # user's.
         self._user_module = alias_module(module)
-        self._python = PythonCalls(self._user_module, module, devices.device)
+        self._python = PythonCalls(self._user_module, module, template, devices.device)
         self.partitioned = self._bind_local_maps(partitioned)
         graph = self.partitioned.graph
         self._parameters_as_planned = PlannedParameters(module, graph.frozen)
