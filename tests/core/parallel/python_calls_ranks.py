@@ -328,6 +328,57 @@ def state_of_one_rank_that_is_not_read() -> None:
             net.history.losses.append(loss.item())
 
 
+class Histories(Net):
+    """Stores numbers, results and activations, and reads an average of earlier batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.losses, self.mean = 0, list[float](), torch.zeros(WIDTH)
+        self.features: dict[str, Tensor] = {}
+        self.result: Result | None = None
+        self.register_buffer("average", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Result:
+        self.calls += 1
+        hidden = self.hidden(x)
+        loss = (hidden - self.mean - self.average).square().mean() * self.calls
+        self.mean = 0.9 * self.mean + 0.1 * hidden.detach().mean(0)
+        self.average.lerp_(hidden.detach().square().mean(0), 0.1)
+        self.losses.append(loss.item())
+        self.features["hidden"] = hidden.detach()
+        self.result = Result(loss.detach(), hidden.detach())
+        return Result(loss, hidden)
+
+
+def steps_of_micro_batches_and_stages() -> None:
+    plans: tuple[dict[str, Any], ...] = (
+        {"micro_batches": 2},
+        {"micro_batches": 16},
+        {"micro_batches": 2, "dataset_strategy": "data_parallel"},
+        {"micro_batches": 2, "stages": 2},
+    )
+    for options in plans:
+        eager, net, (x, *_) = Histories(), Histories(), batches()
+        planned = sw.parallelize(net, sw.plan(net, (x,), devices=2, **options))
+        rows = slice(None)
+        if "dataset_strategy" in options:
+            rows = slice(8 * dist.get_rank(), 8 * (dist.get_rank() + 1))
+        for x in batches():
+            eager(x).loss.backward()
+            loss = planned.train_step(x[rows])
+            torch.testing.assert_close(loss, eager.result.loss)
+            for name, own in planned.named_parameters():
+                torch.testing.assert_close(full(own.grad), eager.get_parameter(name).grad)
+        assert planned.calls == eager.calls == STEPS
+        torch.testing.assert_close(planned.losses, eager.losses)
+        torch.testing.assert_close(planned.mean, eager.mean)
+        torch.testing.assert_close(planned.features["hidden"], eager.features["hidden"][rows])
+        torch.testing.assert_close(planned.result.hidden, eager.result.hidden[rows])
+        # Only the stage that reads a buffer has it.
+        if planned.average is not None:
+            torch.testing.assert_close(planned.average, eager.average)
+
+
 CHECKS = (
     state_that_is_in_no_attribute,
     state_of_one_rank_that_is_not_read,
@@ -337,6 +388,7 @@ CHECKS = (
     objects_and_arguments,
     evaluation_and_copies,
     hooks_that_store,
+    steps_of_micro_batches_and_stages,
 )
 
 if __name__ == "__main__":

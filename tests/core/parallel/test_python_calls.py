@@ -22,12 +22,33 @@ log = logging.getLogger(__name__)
 test_python_state_changes_as_on_one_device = checks_on_ranks(CHECKS, 2)
 
 
-def test_state_that_micro_batches_would_change_several_times_is_refused() -> None:
+def test_state_that_summed_micro_batches_would_change_several_times_is_refused() -> None:
     batch = (batches()[0],)
-    for options in ({"micro_batches": 2, "devices": 1}, {"stages": 2, "devices": 2}):
-        with pytest.raises(sw.StrategyError, match=r"several times per batch\n.*micro_batches=1"):
-            sw.plan(Counter(), batch, **options)
-    net = Returning()
+    net = sw.Pipeline(Counter(), 2, loss_reduction="sum")
+    with pytest.raises(sw.StrategyError, match=r"once per batch, .*\n.*micro_batches=1"):
+        sw.plan(net, batch, devices=1)
+
+
+class Spread(Counter):
+    """Stores a value that micro-batches do not determine."""
+
+    spread: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.spread = self.hidden(x).detach().std()
+        return super().forward(x)
+
+
+def test_a_value_that_micro_batches_do_not_determine_is_an_error_where_it_is_read() -> None:
+    net, eager, batch = Spread(), Spread(), (batches()[0],)
+    planned = sw.parallelize(net, sw.plan(net, batch, devices=1, micro_batches=2))
+    torch.testing.assert_close(planned.train_step(*batch), eager(*batch).detach())
+    with pytest.raises(sw.PlanError, match=r"'std' \(.*\) mixes samples"):
+        print(planned.spread + 1)
+
+
+def test_an_object_that_a_step_with_micro_batches_returns_is_not_needed() -> None:
+    net, batch = Returning(), (batches()[0],)
     planned = sw.parallelize(net, sw.plan(net, batch, devices=1, micro_batches=2))
     torch.testing.assert_close(planned.train_step(*batch), Returning()(*batch).loss)
 

@@ -17,7 +17,7 @@ from shardwright.core.capture.fake_copy import caching_configs
 from shardwright.core.capture.python_capture import result_leaves
 from shardwright.core.capture.undone_effects import undone_effects
 from shardwright.core.graph.float64 import CastsToFloat64, EverythingInFloat64
-from shardwright.core.graph.graph import Graph, Value
+from shardwright.core.graph.graph import Graph, Value, WholeBatch
 from shardwright.core.graph.interpreter import interpret
 from shardwright.core.micro_batches.buffer_updates import BufferUpdates
 from shardwright.core.parallel.simulate_ranks import Outcome
@@ -238,22 +238,29 @@ class EagerTraining:
     def _with_planned_batch_norms(self) -> Iterator[None]:
         """Context manager in which batch norms normalize each micro-batch by its own statistics.
 
-        On exit, buffers have the values after one update per micro-batch of `batch_norm_calls`.
+        On exit, running statistics have the values after one update per micro-batch of
+        `batch_norm_calls`.
         """
         if not self.batch_norm_calls:
             yield
             return
+        buffers = dict(self.module.named_buffers())
+        before = {name: buffer.clone() for name, buffer in buffers.items()}
         with RecordedBatchNorms() as recorded:
             for leaves in self.batch_norm_calls:
                 self._select_output_tensors(leaves)
-        # The recorded calls have updated the buffers once per micro-batch, as the program does.
-        buffers = dict(self.module.named_buffers())
-        updated = {name: buffer.clone() for name, buffer in buffers.items()}
+        # The recorded calls have updated the buffers once per micro-batch, as the program does with
+        # running statistics only.
+        of_batch = self.graph.whole_batch
+        once = dict(of_batch.updates).keys() if isinstance(of_batch, WholeBatch) else ()
+        statistics = {name: buffer.clone() for name, buffer in buffers.items() if name not in once}
+        for name in once:
+            buffers[name].copy_(before[name])
         with SplitBatchNorms(len(self.batch_norm_calls), self.shards, recorded.shapes):
             yield
         # The call with the global batch has updated the buffers too.
-        for name, buffer in buffers.items():
-            buffer.copy_(updated[name])
+        for name, updated in statistics.items():
+            buffers[name].copy_(updated)
 
     def _select_output_tensors(self, leaves: Sequence[Any]) -> list[Tensor]:
         """Call the module, and return the tensors among the results.

@@ -18,7 +18,7 @@ LINEAR = frozenset(
 )
 """Names of operators with f(x + y) = f(x) + f(y) in one operand while the others are constant."""
 
-ADDITIVE = frozenset({"add", "sub", "rsub", "cat", "stack", "where"})
+ADDITIVE = frozenset({"add", "sub", "rsub", "cat", "stack", "where", "lerp"})
 """Names of operators with f(a + b, x + y) = f(a, x) + f(b, y), jointly linear in all operands."""
 
 INDEXED_SUMS = frozenset({"scatter_add", "scatter_reduce", "index_add", "index_put"})

@@ -37,11 +37,11 @@ def states_from_reduced_inputs(flow: SampleFlow, op: Op) -> list[SampleState]:
     if not all(value.dtype.is_floating_point for value in op.outputs):
         raise nonlinear
     if name in ADDITIVE:
-        # A condition selects, so only the other two operands are linear.
-        condition = [arguments["condition"]] if name == "where" else []
-        if any(value in reduced for value in condition):
+        # A condition or a weight selects, so only the other two operands are linear.
+        constant = arguments.get({"where": "condition", "lerp": "weight"}.get(name, ""))
+        if constant in reduced:
             raise nonlinear
-        state = _infer_additive_output_state(flow, op, [v for v in op.inputs if v not in condition])
+        state = _infer_additive_output_state(flow, op, [v for v in op.inputs if v is not constant])
         return [state] * len(op.outputs)
     # `rounding_mode` makes a division an integer division.
     alone = len(reduced) == 1 and arguments.get("rounding_mode") is None
