@@ -95,9 +95,9 @@ class DrawnExperts(KnownValues):
         """
         if self._unknown_reads:
             raise LocatedError(
-                f"{self._unknown_reads[0]}: this makes a Python number of a tensor that depends on "
-                "the experts of tokens, and capture cannot follow the number\ncompare `.item()`, "
-                "or `.shape[0]` of the rows, with 0"
+                f"{self._unknown_reads[0]}: this converts a tensor that depends on the routing of "
+                "tokens to a Python number, whose uses capture cannot record\ncompare the number of"
+                " tokens of one expert with 0: `mask.sum().item() > 0`"
             )
         other = find_other_condition(self._conditions)
         if other is not None:

@@ -456,8 +456,8 @@ class LocalCall:
         )
 
     def _run_on_meta(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return meta or fake results: computed by `sample` if it runs on such tensors, otherwise
-        empty tensors of the declared shapes."""
+        """Return the results of `sample` on meta or fake tensors; if it fails, empty tensors of the
+        declared shapes."""
         # If `saved_bytes` is declared, what the sample saves must not be counted.
         if self.sample is not None and self.saved_bytes is None:
             try:

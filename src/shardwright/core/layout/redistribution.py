@@ -334,13 +334,13 @@ class _RouteProblemTranslation:
     """Conversion between a redistribution and the reduced problem that `route_search` solves.
 
     Args:
-        layout: the device matrix of both layouts.
+        mesh: the device matrix of both layouts.
         joined: for each axis of the reduced problem, the mesh axes that it represents.
         prefixes: the common leading axes of both layouts in each dimension, which do not change.
         dims: the dimensions in which the layouts differ.
     """
 
-    layout: DeviceMatrix
+    mesh: DeviceMatrix
     joined: tuple[Axes, ...]
     prefixes: tuple[Axes, ...]
     dims: tuple[int, ...]
@@ -359,7 +359,7 @@ class _RouteProblemTranslation:
         self, source: TensorLayout, target: TensorLayout, shape: Shape, differentiable: bool
     ) -> route_search.Problem:
         """Return the search problem for the cheapest route from `source` to `target`."""
-        sizes = tuple(self.layout.size(axes) for axes in self.joined)
+        sizes = tuple(self.mesh.size(axes) for axes in self.joined)
         # Axes of a group move together, so the first one identifies the group.
         problem_axis = {axes[0]: index for index, axes in enumerate(self.joined)}
         num_devices = prod(sizes)
@@ -369,7 +369,7 @@ class _RouteProblemTranslation:
 
         # Sizes are reduced to their divisors of the number of devices, so that problems which
         # differ only in irrelevant sizes share a cache entry.
-        local_sizes = (shape[dim] // self.layout.size(self.prefixes[dim]) for dim in self.dims)
+        local_sizes = (shape[dim] // self.mesh.size(self.prefixes[dim]) for dim in self.dims)
         return route_search.Problem(
             sizes,
             tuple(to_problem(source.axes[dim]) for dim in self.dims),
@@ -394,7 +394,7 @@ class _RouteProblemTranslation:
         moved = frozenset(self.mesh_axes(move.axes))
         reduces = move.operation in (route_search.ALL_REDUCE, route_search.REDUCE_SCATTER)
         return TensorLayout(
-            self.layout,
+            self.mesh,
             tuple(axes),
             current.partial - moved if reduces else current.partial,
             current.varying | moved if move.varying else current.varying,

@@ -78,14 +78,15 @@ class StepOutputs:
             local_outputs: this rank's tensors of all micro-batches, by name of the output.
         """
         chunks, count = self.partitioned.chunks, self.partitioned.pipeline.micro_batches
-        chunk = next(c for c in chunks if value.name in {v.name for v in c.returned})
+        # By name, as a plan that was folded or split has other values.
+        chunk, of_chunk = next((c, v) for c in chunks for v in c.returned if v.name == value.name)
         dim, shape = self._concatenation_dim(value), list(value.shape)
         if dim is not None:
             shape[dim] *= count
         # Gathered over the devices of the output's stage, then broadcast to peers in other stages.
         if chunk.stage == self.devices.stage:
             tensors = [
-                self._gather_output(chunk, value, tensor) for tensor in local_outputs[value.name]
+                self._gather_output(chunk, of_chunk, tensor) for tensor in local_outputs[value.name]
             ]
             if value is self.partitioned.graph.loss:
                 output = torch.stack(tensors).sum(0) * loss_weight(self.partitioned)
