@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.pipelining.schedules import ScheduleZBVZeroBubble
 from torch.distributed.tensor import DTensor
@@ -313,6 +315,45 @@ def check_outputs_reach_every_rank() -> None:
         torch.testing.assert_close(loss, reference_step(nets[1], smaller, {}, pieces))
 
 
+class Returning(nn.Module):
+    """Returns values of samples, of the batch, and of all inputs alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        hidden = torch.tanh(self.first(x))
+        logits = self.last(hidden)
+        right = logits.argmax(1) == y
+        return {
+            "loss": F.cross_entropy(logits, y),
+            "logits": logits,
+            "mean": logits.mean(0),
+            "hidden": hidden.sum(0),
+            "accuracy": right.double().mean(),
+            "right": right.sum(),
+            "valid": (y > 1).sum(),
+            "spread of inputs": x.std(),
+            "positions": torch.arange(len(x)),
+            "reversed": x.flip(0),
+            "spread": logits.std(),
+        }
+
+
+def check_outputs_are_those_of_the_batch() -> None:
+    nets = built(Returning)
+    args = (torch.randn(8, 8, dtype=torch.float64), torch.arange(8) % 5)
+    parallel = sw.parallelize(nets[0], planned(nets[0], args, 2, "1f1b"), copy=True)
+    with torch.no_grad():
+        outputs, wanted = parallel(*args), nets[1](*args)
+    # Micro-batches do not determine it.
+    spread, _ = outputs.pop("spread"), wanted.pop("spread")
+    with pytest.raises(sw.PlanError, match=r"'std.*' .* mixes samples"):
+        spread + 1
+    torch.testing.assert_close(outputs, wanted)
+
+
 def check_compiled() -> None:
     nets, args = built(Tied), batch()
     parallel = sw.parallelize(nets[0], planned(nets[0], args, 2, "interleaved_1f1b"), copy=True)
@@ -376,6 +417,7 @@ CHECKS = (
     check_language_model,
     check_dropout,
     check_what_is_refused,
+    check_outputs_are_those_of_the_batch,
 )
 SLOW_CHECKS = (
     check_every_schedule,

@@ -349,9 +349,9 @@ def _check_can_be_sharded(declaration: Declaration) -> None:
     reductions = ['"mean"' if n == number else repr(p) for n, (_, p) in enumerate(results)]
     given = reductions[0] if len(results) == 1 else f"({', '.join(reductions)})"
     raise StrategyError(
-        f"local_map {declaration.notation!r}: result {number} has no dimension {name!r} and no "
-        f"reduction, so no dimension can be sharded\ndeclare how its shards are reduced, by "
-        f'partial={given} or "sum", or write `_` instead of {name!r}'
+        f"local_map {declaration.notation!r}: result {number} has no dimension {name!r}, so"
+        f" inputs cannot be sharded along {name!r}\nsay how the results of shards are reduced: "
+        f'partial={given} (or "sum"), or write `_` instead of {name!r}'
     )
 
 

@@ -88,7 +88,8 @@ class OperatorsAsCalled(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def detaching(self) -> Iterator[None]:
-        """Return a context in which a `detach` is recorded as the function's, not autograd's."""
+        """Return a context in which a recorded `detach` is marked as a call of the captured function;
+        autograd inserts other `detach`es."""
         self._detaching = True
         try:
             yield

@@ -139,7 +139,7 @@ class _JointTables:
         max_cuts = max(len(all_cuts) for all_cuts in self.all_cuts)
         if max_cuts > MAX_CUTS_PER_OPERATOR:
             raise TablesTooLargeError(
-                f"an operator has {max_cuts:,} combinations of cuts, above the limit of"
+                f"an operator has {max_cuts:,} possible shardings, above the limit of"
                 f" {MAX_CUTS_PER_OPERATOR:,}\nuse fewer devices for a joint optimum"
             )
         self._redistributions: dict[object, ObjectiveCost] = {}
