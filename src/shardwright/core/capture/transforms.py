@@ -88,8 +88,8 @@ class OperatorsAsCalled(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def detaching(self) -> Iterator[None]:
-        """Return a context in which a recorded `detach` is marked as a call of the captured function;
-        autograd inserts other `detach`es."""
+        """Return a context in which a recorded `detach` is marked as a call of the captured
+        function, unlike those that autograd inserts."""
         self._detaching = True
         try:
             yield
