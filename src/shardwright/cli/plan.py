@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from itertools import zip_longest
 from json import dumps
@@ -306,11 +306,7 @@ def report_command(
             other_plans |= planned.best_plans(top) if top is not None else ()
             # As for a saved plan, one of the values is `presets`.
             other_plans |= planned.preset_plans() if len(files) < len(against or ()) else ()
-        stems = [file.stem for file in files]
-        for file in files:
-            # The whole path where a stem, such as `plan` of two folders, names several plans.
-            is_unique = stems.count(file.stem) == 1 and file.stem not in other_plans
-            name = file.stem if is_unique else str(file)
+        for name, file in _name_plans(files, other_plans).items():
             other_plans[name] = _load_or_search_plan(file, plan.devices, cluster, on_progress)
         # Here, with progress, what the page would otherwise compute without it.
         plan.derive(on_progress)
@@ -319,6 +315,13 @@ def report_command(
         page.parent.mkdir(parents=True, exist_ok=True)
         plan.report(page, other_plans, measured)
     echo(str(page))
+
+
+def _name_plans(files: Sequence[Path], names: Collection[str]) -> dict[str, Path]:
+    """Return the file of each plan by a name that is not in `names`: the stem of the file, or its
+    whole path where several plans have the stem, such as `plan` of two folders."""
+    stems = [*(file.stem for file in files), *names]
+    return {file.stem if stems.count(file.stem) == 1 else str(file): file for file in files}
 
 
 def _load_or_search_plan(

@@ -340,15 +340,7 @@ def _compare_training(
     if random_names or differences.largest <= TOLERANCE or not finds_cause:
         return result
     # Finding the cause takes several more training runs, so only differences are investigated.
-    custom_operators = {str(op.target) for op in graph.ops if not _is_builtin_operator(op)}
-    # Different with two seeds but equal with one: random numbers, and not kernels that vary from
-    # run to run.
-    if custom_operators and _depends_on_seed(eager, 0, 1) and not _depends_on_seed(eager, 0, 0):
-        raise PlanError(
-            f"custom operator {' or '.join(f'`{each}`' for each in sorted(custom_operators))} "
-            "draws random numbers, but is not tagged as random, so ranks would draw different "
-            "numbers\ndefine the operator with `tags=torch.Tag.nondeterministic_seeded`"
-        )
+    _check_custom_operators(graph, eager)
     # Without cuts every value is replicated, so that the graph runs on one device.
     alone = replace(partitioned, decisions=Decisions(cuts={}, storage={}))
     whole_batch_values = GlobalBatchValues(alone, Devices.of_rank(partitioned.mesh, 0))(
@@ -368,6 +360,23 @@ def _compare_training(
     result = replace(result, rounding=rounding)
     # A difference that is explained by rounding has no cause.
     return result if result.passes() else replace(result, cause=cause)
+
+
+def _check_custom_operators(graph: Graph, eager: EagerTraining) -> None:
+    """Check that custom operators draw no random numbers without a tag.
+
+    Raises:
+        PlanError: if results of the eager training depend on the seed.
+    """
+    custom_operators = {str(op.target) for op in graph.ops if not _is_builtin_operator(op)}
+    # Different with two seeds but equal with one: random numbers, and not kernels that vary from
+    # run to run.
+    if custom_operators and _depends_on_seed(eager, 0, 1) and not _depends_on_seed(eager, 0, 0):
+        raise PlanError(
+            f"custom operator {' or '.join(f'`{each}`' for each in sorted(custom_operators))} "
+            "draws random numbers, but is not tagged as random, so ranks would draw different "
+            "numbers\ndefine the operator with `tags=torch.Tag.nondeterministic_seeded`"
+        )
 
 
 def _make_eager_training(

@@ -301,23 +301,7 @@ def _search_with_mode(model: CapturedModel, options: PlanOptions, mode: str) -> 
     # Other modes read none of these options.
     if MODES[mode].takes_cost_model:
         key = (*key, *options.search_options.values(), *counts, shard_size)
-    if key not in model.search_results:
-        on_share = share_reporter(options.on_progress, f"search: {options.describe()}")
-        # Not for the search for data parallelism that `candidates` adds.
-        if options.log_costs and mode == options.mode and not MODES[mode].takes_cost_model:
-            log.info("mode=%r does not compare costs, so that log_costs=True logs none", mode)
-        started = time.perf_counter()
-        try:
-            results = MODES[mode].candidate_cuts(replace(request, on_share=on_share))
-            model.search_results[key] = results, time.perf_counter() - started
-        except StrategyError as error:
-            # Other attempts search with equal arguments, and would fail in the same way.
-            model.search_results[key] = error
-    cached = model.search_results[key]
-    if isinstance(cached, StrategyError):
-        # Else the error would collect the frames of every caller that raises it.
-        raise cached.with_traceback(None)
-    results, search_seconds = cached
+    results, search_seconds = _search_once(model, options, mode, key, request)
     candidates_of_mode = []
     # Without a cluster no step time is predicted, so that results cannot be compared.
     results = results if options.cluster is not None else results[:1]
@@ -358,6 +342,38 @@ def _search_with_mode(model: CapturedModel, options: PlanOptions, mode: str) -> 
             _reassign_axes_of_candidate(candidate) if options.cluster is None else candidate
         )
     return candidates_of_mode
+
+
+def _search_once(
+    model: CapturedModel,
+    options: PlanOptions,
+    mode: str,
+    key: tuple[object, ...],
+    request: SearchRequest,
+) -> tuple[Sequence[Mapping[str, Cuts]], float]:
+    """Return the cuts that the search mode `mode` finds, and the seconds of the search; both are
+    cached in `model` under `key`.
+
+    Raises:
+        StrategyError: if the search finds no cuts.
+    """
+    if key not in model.search_results:
+        on_share = share_reporter(options.on_progress, f"search: {options.describe()}")
+        # Not for the search for data parallelism that `candidates` adds.
+        if options.log_costs and mode == options.mode and not MODES[mode].takes_cost_model:
+            log.info("mode=%r does not compare costs, so that log_costs=True logs none", mode)
+        started = time.perf_counter()
+        try:
+            results = MODES[mode].candidate_cuts(replace(request, on_share=on_share))
+            model.search_results[key] = results, time.perf_counter() - started
+        except StrategyError as error:
+            # Other attempts search with equal arguments, and would fail in the same way.
+            model.search_results[key] = error
+    cached = model.search_results[key]
+    if isinstance(cached, StrategyError):
+        # Else the error would collect the frames of every caller that raises it.
+        raise cached.with_traceback(None)
+    return cached
 
 
 def _assign_ops_to_balanced_chunks(
