@@ -194,8 +194,15 @@ def test_what_forward_sets_is_set_by_each_call() -> None:
         assert planned.num_rows == len(batch)
 
 
-def test_what_micro_batches_would_set_is_not_left_from_before() -> None:
-    net = Storing()
+class Spreading(Storing):
+    def forward(self, x: Tensor) -> Tensor:
+        loss = super().forward(x)
+        self.hidden = self.hidden.std()
+        return loss
+
+
+def test_what_micro_batches_do_not_determine_is_not_left_from_before() -> None:
+    net = Spreading()
     planned: Any = sw.parallelize(
         net, sw.plan(net, (BATCH,), devices=1, micro_batches=2), copy=True
     )
@@ -209,7 +216,7 @@ def test_what_micro_batches_would_set_is_not_left_from_before() -> None:
         lambda hidden: hidden[0],
     ]
     for use in uses:
-        with pytest.raises(PlanError, match="'hidden' is set by `forward`"):
+        with pytest.raises(PlanError, match="mixes samples, so that micro-batches do not"):
             use(planned.hidden)
 
 

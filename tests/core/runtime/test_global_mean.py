@@ -42,3 +42,12 @@ def test_no_gradient_flows_into_a_count() -> None:
     sw.global_mean(total, count).sum().backward()
     assert count.grad is None
     assert total.grad is not None and total.grad.tolist() == [0.25, 0.25]
+
+
+@pytest.mark.usefixtures("ranks")
+def test_a_count_that_is_a_python_number_is_not_rounded() -> None:
+    total = torch.tensor([1.0], dtype=torch.float64, requires_grad=True)
+    mean = sw.global_mean(total, 0.1)
+    mean.sum().backward()
+    assert mean.item() == 1.0 / 0.1
+    assert total.grad is not None and total.grad.item() == 1.0 / 0.1

@@ -405,7 +405,10 @@ def _make_class_attribute_check(owner: type, name: str, initial_value: Any) -> C
     Changes are detected for numbers, strings and `MISSING`.
     """
     # `MISSING` also stands for methods and properties, which are not watched here.
-    return lambda: initial_value in (MISSING, getattr(owner, name, MISSING))
+    if initial_value is MISSING:
+        return lambda: True
+    # By identity: 1 == 1.0 == True, but each needs its own program.
+    return lambda: getattr(owner, name, MISSING) is initial_value
 
 
 def _make_content_check(value: Any) -> Callable[[], bool]:

@@ -394,9 +394,11 @@ def _without_weak_references(module: nn.Module) -> Iterator[None]:
     recurrent = [child for child in module.modules() if isinstance(child, nn.RNNBase)]
     for child in recurrent:
         forget_flat_weights(child)
-    yield
-    for child in recurrent:
-        restore_flat_weights(child)
+    try:
+        yield
+    finally:
+        for child in recurrent:
+            restore_flat_weights(child)
 
 
 def _find_uninitialized_parameters(

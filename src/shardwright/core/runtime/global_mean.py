@@ -31,9 +31,12 @@ def global_mean(total: Tensor, count: Tensor | float) -> Tensor:
     """
     if isinstance(count, Tensor):
         count = count.detach()
+    else:
+        # A Python number would otherwise be rounded to the default dtype.
+        count = torch.tensor(count, dtype=torch.float64)
     if not has_other_ranks():
         return (total.to(_get_accumulation_dtype(total)) / count).to(total.dtype)
-    mean: Tensor = _GlobalMeanFunction.apply(total, torch.as_tensor(count))  # type: ignore[no-untyped-call]
+    mean: Tensor = _GlobalMeanFunction.apply(total, count)  # type: ignore[no-untyped-call]
     return mean
 
 
@@ -42,8 +45,9 @@ class _GlobalMeanFunction(torch.autograd.Function):
     def forward(ctx: Any, total: Tensor, count: Tensor) -> Tensor:
         dtype = _get_accumulation_dtype(total)
         # One collective for sum and count.
-        addends = total.detach().reshape(-1), count.to(total.device).reshape(1)
-        sums = torch.cat([tensor.to(dtype) for tensor in addends])
+        # Converted before it is moved, as some accelerators have no float64.
+        addends = count.to(dtype).to(total.device).reshape(1)
+        sums = torch.cat([total.detach().reshape(-1).to(dtype), addends])
         # Also on a rank with a count of 0, which the others wait for.
         dist.all_reduce(sums)
         # The ranks' losses are averaged, but this one is a sum over all ranks.
