@@ -176,7 +176,7 @@ def weighted(net: Experts, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
 
 MORE = "changes more than the rows of these tokens"
 OTHERWISE = "depends on (more than|the number of an expert.s tokens, not only on) whether"
-UNKNOWN = "capture cannot follow the number"
+UNKNOWN = "whose uses capture cannot record"
 
 
 @pytest.mark.parametrize(

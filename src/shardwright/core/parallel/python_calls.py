@@ -197,15 +197,15 @@ def _tensors_of_all_stages(module: nn.Module, template: nn.Module) -> Iterator[N
             continue
         for tensors_of in (own_parameters, own_buffers):
             tensors: dict[str, Any] = {**tensors_of(templates[path])}
-            own: Any = tensors_of(child)
-            missing = [n for n, t in tensors.items() if t is not None and own.get(n, t) is None]
-            own.update((name, tensors[name]) for name in missing)
-            filled += [(own, name) for name in missing]
+            current: Any = tensors_of(child)
+            missing = [n for n, t in tensors.items() if t is not None and current.get(n, t) is None]
+            current.update((name, tensors[name]) for name in missing)
+            filled += [(current, name) for name in missing]
     try:
         yield
     finally:
-        for own, name in filled:
-            own[name] = None
+        for current, name in filled:
+            current[name] = None
 
 
 def _gather_unless_differentiable(tensor: Tensor, copy_ordinary: bool = False) -> Tensor:

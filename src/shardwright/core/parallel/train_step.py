@@ -9,8 +9,8 @@ micro-batches read values that `GlobalBatchValues` computes from the global batc
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -56,7 +56,8 @@ class StepInputs:
         return [micro_batch(self.leaves, index, count, self.batch_dims) for index in range(count)]
 
 
-class StepResults(NamedTuple):
+@dataclass(frozen=True)
+class StepResults:
     """Results of a training step on this rank.
 
     Args:
@@ -213,7 +214,17 @@ class GradientAccumulation:
 
     def train(self, inputs: StepInputs) -> StepResults:
         results = self.run(inputs)
-        return results._replace(gradients=self.unsharded.end_step())
+        return replace(results, gradients=self.unsharded.end_step())
+
+    def _collect_outputs(
+        self, outputs: Sequence[Any], collected: Mapping[str, list[Tensor]]
+    ) -> None:
+        """Append the outputs of a micro-batch to `collected`, by name."""
+        # A function, as a variable of `run` would keep its last output during the backward pass.
+        for value, tensor in zip(self.partitioned.graph.outputs, outputs, strict=True):
+            # The pending loss is waited for after the last micro-batch.
+            if value is not self._loss and isinstance(value, Value) and value.name in collected:
+                collected[value.name].append(tensor.detach())
 
     def run(self, inputs: StepInputs) -> StepResults:
         """Run all micro-batches without the final reduction of gradients, which
@@ -235,10 +246,7 @@ class GradientAccumulation:
                 micro_batch_seed(inputs.seed, index),
             )
             loss: Tensor = outputs[self._loss_index]
-            for value, tensor in zip(self.partitioned.graph.outputs, outputs, strict=True):
-                # The pending loss is waited for below.
-                if value is not self._loss and isinstance(value, Value) and value.name in collected:
-                    collected[value.name].append(tensor.detach())
+            self._collect_outputs(outputs, collected)
             # Frees other outputs, such as logits, before the backward pass.
             del outputs
             if loss.requires_grad:
