@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardwright as sw
+from shardwright.core.micro_batches.buffer_updates import reduce_micro_batches
 
 WAYS: tuple[dict[str, Any], ...] = (
     {"devices": 2, "micro_batches": 4},
@@ -68,8 +69,16 @@ def follow_weights(net: Updating, x: Tensor, y: Tensor, z: Tensor) -> Tensor:
     return z + net.mean
 
 
+def count_correct(net: Updating, x: Tensor, y: Tensor, z: Tensor) -> Tensor:
+    hits = (net.head(z).argmax(-1) == y).sum()
+    net.count += hits
+    net.count.sub_(2 * hits.int())
+    return z
+
+
 @pytest.mark.parametrize(
-    "update", [count, count_samples, average, add, spread_of_inputs, follow_weights]
+    "update",
+    [count, count_samples, average, add, spread_of_inputs, follow_weights, count_correct],
 )
 def test_a_buffer_is_updated_once_per_batch(update: Update) -> None:
     net = Updating(update)
@@ -83,8 +92,13 @@ def spread(net: Updating, x: Tensor, y: Tensor, z: Tensor) -> Tensor:
     return z
 
 
-def correct(net: Updating, x: Tensor, y: Tensor, z: Tensor) -> Tensor:
-    net.count += (net.head(z).argmax(-1) == y).sum()
+def half_of_correct(net: Updating, x: Tensor, y: Tensor, z: Tensor) -> Tensor:
+    net.count += (net.head(z).argmax(-1) == y).sum() // 2
+    return z
+
+
+def correct_and_one(net: Updating, x: Tensor, y: Tensor, z: Tensor) -> Tensor:
+    net.count += (net.head(z).argmax(-1) == y).sum() + 1
     return z
 
 
@@ -92,11 +106,38 @@ def correct(net: Updating, x: Tensor, y: Tensor, z: Tensor) -> Tensor:
     ("update", "why"),
     [
         (spread, r"aten.std.* mixes samples, and 'total' is updated with its result"),
-        # Shares of an integer would be rounded.
-        (correct, "not linear in a mean or sum over samples, and 'count' is updated"),
+        (half_of_correct, "not linear in a mean or sum over samples, and 'count' is updated"),
+        # A share of the number would be rounded.
+        (correct_and_one, "not linear in a mean or sum over samples, and 'count' is updated"),
     ],
 )
 def test_a_buffer_that_micro_batches_do_not_determine_is_refused(update: Update, why: str) -> None:
     batch = (torch.randn(8, 6), torch.randint(4, (8,)))
     with pytest.raises(sw.StrategyError, match=why):
         sw.plan(Updating(update), batch, **WAYS[0])
+
+
+def test_sums_of_small_integers_keep_their_dtype() -> None:
+    parts = [torch.tensor(3, dtype=torch.int32)] * 2
+    assert reduce_micro_batches(parts, "sum").dtype == torch.int32
+
+
+class Apart(nn.Module):
+    """Reads a buffer in the first layer that the last one updates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 4)
+        self.mean = nn.Buffer(torch.zeros(4))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        z = self.last(torch.tanh(self.first(x + self.mean.sum())))
+        self.mean.lerp_(z.detach().mean(0), 0.5)
+        return F.cross_entropy(z, y)
+
+
+def test_stages_may_divide_the_read_and_the_update_of_a_buffer() -> None:
+    batch = (torch.randn(8, 6), torch.randint(4, (8,)))
+    plan = sw.plan(net := Apart(), batch, devices=2, stages=2, micro_batches=2)
+    assert [plan.row(name).stage for name in ("first", "last")] == [0, 1]
+    assert sw.check(net, batch, None, plan).passes()

@@ -379,7 +379,47 @@ def steps_of_micro_batches_and_stages() -> None:
             torch.testing.assert_close(planned.average, eager.average)
 
 
+class BuffersOfStages(Net):
+    """Updates buffers that the other stage, the prologue of a step or Python code reads."""
+
+    def __init__(self, stores: bool) -> None:
+        super().__init__()
+        self.stores, self.means, self.counts = stores, list[Tensor](), list[Tensor]()
+        for name in ("scale", "mean", "count"):
+            self.register_buffer(name, torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        # The prologue computes both for the batch.
+        weight = x.std() * self.mean
+        self.scale.lerp_(x.abs().mean(), 0.5)
+        hidden = self.hidden(x * self.mean) - self.scale
+        self.mean = 0.9 * self.mean + 0.1 * hidden.detach().mean()
+        self.count += 1
+        if self.stores:
+            # One is the buffer itself, the others are values of their steps.
+            self.counts.append(self.count)
+            self.means.append(self.mean)
+        return hidden.square().mean() * weight
+
+
+def buffers_of_several_stages() -> None:
+    for stores in (False, True):
+        eager, net, (x, *_) = BuffersOfStages(stores), BuffersOfStages(stores), batches()
+        planned = sw.parallelize(net, sw.plan(net, (x,), devices=2, micro_batches=2, stages=2))
+        for x in batches():
+            loss = eager(x)
+            loss.backward()
+            torch.testing.assert_close(planned.train_step(x), loss.detach())
+        for name, own in planned.named_parameters():
+            torch.testing.assert_close(full(own.grad), eager.get_parameter(name).grad)
+        for name, buffer in planned.named_buffers():
+            torch.testing.assert_close(buffer, eager.get_buffer(name))
+        torch.testing.assert_close(planned.means, eager.means)
+        torch.testing.assert_close(planned.counts, eager.counts)
+
+
 CHECKS = (
+    buffers_of_several_stages,
     state_that_is_in_no_attribute,
     state_of_one_rank_that_is_not_read,
     numbers_of_attributes,

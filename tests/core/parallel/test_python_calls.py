@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import shardwright as sw
-from core.parallel.python_calls_ranks import CHECKS, Counter, Returning, batches, trained
+from core.parallel.python_calls_ranks import CHECKS, Counter, Net, Returning, batches, trained
 from torchrun import checks_on_ranks
 
 log = logging.getLogger(__name__)
@@ -388,3 +388,53 @@ def test_state_that_never_repeats_ends_with_an_error_that_names_it() -> None:
     with pytest.raises(sw.PlanError, match=r"differs between calls: .*seen.*\n.*register_buffer"):
         for _ in range(12):
             planned(batches()[0])
+
+
+class Storing(Counter):
+    """Stores and returns what it assigns to a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.average, self.averages = nn.Buffer(torch.zeros(8)), list[Tensor]()
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        hidden = self.hidden(x)
+        self.average = 0.5 * self.average + hidden.detach().mean(0)
+        self.averages.append(self.average)
+        return {"loss": hidden.square().mean(), "average": self.average}
+
+
+def test_what_is_assigned_to_a_buffer_and_stored_keeps_its_value() -> None:
+    for options in ({}, {"micro_batches": 2}):
+        eager, net, (x, *_) = Storing(), Storing(), batches()
+        buffer = net.average
+        planned = sw.parallelize(net, sw.plan(net, (x,), devices=1, **options))
+        results = [(planned(x), eager(x)) for x in batches()]
+        for own, wanted in results:
+            torch.testing.assert_close(own, wanted)
+        planned.train_step(x)
+        eager(x)
+        torch.testing.assert_close(planned.averages, eager.averages)
+        torch.testing.assert_close(planned.average, eager.average)
+        assert planned.average is buffer
+
+
+class Deviating(Net):
+    """Adds to a value that micro-batches do not determine."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.deviation = torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.hidden(x)
+        self.deviation = self.deviation + hidden.detach().std()
+        return hidden.square().mean()
+
+
+def test_a_read_of_a_value_that_micro_batches_do_not_determine_says_why() -> None:
+    net, (x, *_) = Deviating(), batches()
+    planned = sw.parallelize(net, sw.plan(net, (x,), devices=1, micro_batches=2))
+    planned.train_step(x)
+    with pytest.raises(sw.PlanError, match="mixes samples, so that micro-batches do not determine"):
+        planned.train_step(x)

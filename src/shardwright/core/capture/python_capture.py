@@ -64,7 +64,7 @@ from shardwright.core.graph.graph import Graph
 from shardwright.core.graph.host_numbers import HostNumbers
 from shardwright.core.graph.python_call import PythonCall, number_tensor
 from shardwright.core.torch_internals import pytree
-from shardwright.core.torch_internals.dynamo import DynamoCapture, Guards
+from shardwright.core.torch_internals.dynamo import ChangedObject, DynamoCapture, Guards
 from shardwright.core.torch_internals.hooks import forward_hooks
 from shardwright.core.torch_internals.modules import own_buffers
 from shardwright.core.torch_internals.tensors import FakeTensor, storage_id
@@ -122,6 +122,7 @@ def capture_python(
         result.outputs,
         traced.changes_objects(),
         result.stored,
+        frozenset(result.buffers),
     )
     seconds = time.perf_counter() - started
     return replace(graph, python=python, capture_seconds=seconds)
@@ -173,8 +174,8 @@ class _CallResult:
         spec: pytree structure of the return value.
         effects: indices of the outputs of Dynamo's graph that are assigned to Python objects.
         buffers: indices of the outputs of Dynamo's graph that are assigned to buffers, by name.
-        outputs: for each output of Dynamo's graph, its index in the outputs of the captured graph,
-            or the name of the buffer to which it is assigned; None for a number.
+        outputs: for each output of Dynamo's graph, its index in the outputs of the captured graph;
+            the name of a buffer if the output is only assigned to it; None for a number.
         stored: indices of the outputs of the captured graph that are stored in Python objects, or
             read as numbers.
     """
@@ -291,17 +292,36 @@ class _TracedCall:
 
     def changes_objects(self) -> bool:
         """Return whether the call changes Python objects other than buffers of the model."""
+        return bool(self._changes_besides_buffers())
+
+    def _changes_besides_buffers(self) -> list[ChangedObject]:
+        """Return the changes of Python objects other than buffers of the model."""
         # Dynamo reports the assignment of a buffer as a change of the module or of its `_buffers`.
         owners = {
             id(owner): own_buffers(submodule).keys()
             for submodule in self.twin.modules()
             for owner in (submodule, own_buffers(submodule))
         }
-        return any(
-            not set(change.attributes or ()) <= owners.get(id(change.value), set())
-            or id(change.value) not in owners
-            for change in self.dynamo.changes
-        )
+        changes = []
+        for change in self.dynamo.changes:
+            if id(change.value) in owners:
+                names = set(change.attributes or ()) - owners[id(change.value)]
+                if not names:
+                    continue
+                change = replace(change, attributes=tuple(sorted(names)))
+            changes.append(change)
+        return changes
+
+    def _owners_of_memory(self) -> dict[int, str | None]:
+        """Return the name of the parameter or buffer that owns each storage, by the storage's id;
+        None for other Python state."""
+        nodes = (node for node in self.graph_module.graph.nodes if node.op == "placeholder")
+        examples = (node.meta["example_value"] for node in nodes)
+        return {
+            storage_id(example): source
+            for source, example in zip(self.sources, examples, strict=True)
+            if isinstance(example, Tensor) and not isinstance(source, int)
+        }
 
     def _check_stored_tensors(self, stored: Iterable[tuple[Tensor, str | None]]) -> None:
         """Check the tensors that Python objects refer to after the call.
@@ -312,13 +332,7 @@ class _TracedCall:
         Raises:
             CaptureError: if a tensor shares memory with a parameter, another buffer or attribute.
         """
-        nodes = (node for node in self.graph_module.graph.nodes if node.op == "placeholder")
-        examples = (node.meta["example_value"] for node in nodes)
-        owners = {
-            storage_id(example): source
-            for source, example in zip(self.sources, examples, strict=True)
-            if isinstance(example, Tensor) and not isinstance(source, int)
-        }
+        owners = self._owners_of_memory()
         for tensor, buffer in stored:
             storage = storage_id(tensor)
             # `self.steps += 1` assigns the buffer to itself.
@@ -373,7 +387,7 @@ class _TracedCall:
             references.check_changed(change.value for change in self.dynamo.changes)
             # Before the effects are undone: the guards are evaluated on the state after the call.
             self._check_guards_cover_changes()
-            stored_tensors = find_tensors(self.dynamo.changes)
+            stored_tensors = find_tensors(self._changes_besides_buffers())
         leaves, spec = result_leaves(returned)
         tensors = [
             index
@@ -389,13 +403,23 @@ class _TracedCall:
             if isinstance(leaf, _OutputLeaf):
                 # The first of several leaves that are one tensor.
                 positions.setdefault(leaf.index, position)
-        effects = [i for i in tensors if i not in positions and i not in buffers.values()]
         assigned = [(outputs[index], name) for name, index in buffers.items()]
+        owners = self._owners_of_memory()
+        # What else refers to a new value keeps it in later calls, which write to the buffer, unless
+        # the value is the buffer itself, as in `self.steps += 1`.
+        only_assigned = {
+            index: name
+            for name, index in buffers.items()
+            if (index not in positions and id(outputs[index]) not in stored_tensors)
+            or owners.get(storage_id(outputs[index])) == name
+        }
+        effects = [i for i in tensors if i not in positions and i not in only_assigned]
         # Added outputs are only read by `item()`, and stored nowhere.
-        stored = [(outputs[i], None) for i in effects if i not in self.numbers.added_outputs]
+        unread = [i for i in effects if i not in self.numbers.added_outputs]
+        stored = [(outputs[i], None) for i in unread if i not in buffers.values()]
         self._check_stored_tensors([*stored, *assigned])
         positions |= {index: len(plan_leaves) + n for n, index in enumerate(effects)}
-        positions |= {index: name for name, index in buffers.items()}
+        positions |= only_assigned
         return _CallResult(
             plan_leaves,
             spec,
@@ -405,7 +429,7 @@ class _TracedCall:
             frozenset(
                 positions[i]
                 for i in tensors
-                if i in effects or (i not in buffers.values() and id(outputs[i]) in stored_tensors)
+                if i in effects or (i not in only_assigned and id(outputs[i]) in stored_tensors)
             ),
         )
 

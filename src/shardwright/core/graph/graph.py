@@ -187,6 +187,12 @@ class Op:
         return f"{self.name}: {target_name(self.target)}"
 
 
+FIRST: Literal["first"] = "first"
+"""Says that only the first micro-batch reads an output of the prologue, and others read zeros."""
+
+PassedDim = int | Literal["first"] | None
+"""How micro-batches read an output of the prologue, as in `WholeBatch.values`."""
+
 SampleReduction = Literal["mean", "sum"]
 
 
@@ -200,7 +206,8 @@ class WholeBatch:
         prologue: a graph of the global batch whose outputs depend on no parameter, such as the
             number of valid targets; run once per step, before the first micro-batch.
         values: (name of the buffer that passes the output to micro-batches, dimension that is split
-            into micro-batches or None) for each output of the prologue.
+            into micro-batches, None for the full tensor, or `FIRST`) for each output of the
+            prologue.
         outputs: (name, reduction) of each output that is a mean or sum over samples, and (name,
             batch dimension) of each output with a batch dimension. Other outputs are equal in all
             micro-batches.
@@ -214,7 +221,7 @@ class WholeBatch:
 
     reduction: SampleReduction = "mean"
     prologue: Graph | None = None
-    values: tuple[tuple[str, int | None], ...] = ()
+    values: tuple[tuple[str, PassedDim], ...] = ()
     outputs: tuple[tuple[str, SampleReduction | int], ...] = ()
     mixed: frozenset[str] = frozenset()
     updates: tuple[tuple[str, SampleReduction | None], ...] = ()
@@ -223,6 +230,10 @@ class WholeBatch:
     @property
     def names(self) -> frozenset[str]:
         return frozenset(name for name, _ in self.values)
+
+    def updates_once(self, buffer: Value) -> bool:
+        """Whether all micro-batches read the value of a buffer from before the step."""
+        return any(name == buffer.name for name, _ in self.updates)
 
 
 # Compared by identity, as caches use graphs as keys.

@@ -47,11 +47,12 @@ class PythonCall:
         numbers: operations on Python numbers that change between calls.
         number_constants: node of the Python number that a constant replaces, by name of the
             constant.
-        outputs: for each output of Dynamo's graph, the index in the outputs of the graph, or the
-            name of the buffer to which the output is assigned; None for a number.
+        outputs: for each output of Dynamo's graph, the index in the outputs of the graph; the name
+            of a buffer if the output is only assigned to it; None for a number.
         changes_objects: whether the call changes Python objects besides the model's buffers.
         stored: indices of the outputs of the graph that the call stores in Python objects, or reads
             as numbers.
+        assigned: names of the buffers to which the call assigns tensors.
     """
 
     capture: DynamoCapture
@@ -62,6 +63,7 @@ class PythonCall:
     outputs: tuple[int | str | None, ...]
     changes_objects: bool
     stored: frozenset[int]
+    assigned: frozenset[str]
 
     @property
     def depends_on_calls(self) -> bool:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from operator import itemgetter
 from weakref import WeakKeyDictionary
 
-from shardwright.core.graph.graph import Graph, Op, Origin, Value
+from shardwright.core.graph.graph import Graph, Op, Origin, Value, WholeBatch
 from shardwright.core.torch_internals import pytree
 from shardwright.errors import PlanError
 
@@ -143,13 +143,22 @@ def _group_ops_by_chunk(
     return [tuple(op for _, op in sorted(ops, key=itemgetter(0))) for ops in ops_of_chunk]
 
 
+def updates_between_micro_batches(graph: Graph) -> list[tuple[Value, Value]]:
+    """Return the updates of buffers that a micro-batch may read after another one; of other
+    buffers, all micro-batches of a step read the value from before the step."""
+    whole_batch = graph.whole_batch
+    if not isinstance(whole_batch, WholeBatch):
+        return list(graph.updates)
+    return [pair for pair in graph.updates if not whole_batch.updates_once(pair[0])]
+
+
 def _check_buffer_updates(graph: Graph, chunk_of: Mapping[str, int]) -> None:
-    """Check that no buffer is read in one chunk and updated in another.
+    """Check that no buffer that each micro-batch updates is read in another chunk.
 
     Raises:
         PlanError: if a buffer is read in one chunk and updated in another.
     """
-    for buffer, value in graph.updates:
+    for buffer, value in updates_between_micro_batches(graph):
         producer = graph.producer.get(value)
         # The new value is an input or another buffer, which no chunk computes.
         if producer is None:

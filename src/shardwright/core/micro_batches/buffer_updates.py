@@ -55,5 +55,6 @@ def reduce_micro_batches(tensors: list[Tensor], reduction: SampleReduction | Non
     None, which stands for equal tensors."""
     if reduction is None:
         return tensors[0]
-    total = torch.stack(tensors).sum(0)
+    # `sum` returns int64 for smaller integers.
+    total = torch.stack(tensors).sum(0, dtype=tensors[0].dtype)
     return total / len(tensors) if reduction == "mean" else total

@@ -10,7 +10,16 @@ from typing import Any
 import torch
 
 from shardwright.core.graph.custom_ops import MEAN
-from shardwright.core.graph.graph import Graph, Op, Origin, SampleReduction, Value, WholeBatch
+from shardwright.core.graph.graph import (
+    FIRST,
+    Graph,
+    Op,
+    Origin,
+    PassedDim,
+    SampleReduction,
+    Value,
+    WholeBatch,
+)
 from shardwright.core.micro_batches.paired_graphs import (
     ARITHMETIC,
     NOT_CALLED,
@@ -53,9 +62,9 @@ class MicroBatchGraph:
         """New values of the micro-batch's graph, by the value of the global batch's graph that each
         replaces."""
         self.shares: dict[Value, Value] = {}
-        self.taken: dict[tuple[Value, int | None], Value] = {}
-        """Buffers from which micro-batches read outputs of the prologue, by (output, dimension that
-        is split into micro-batches or None)."""
+        self.taken: dict[tuple[Value, PassedDim], Value] = {}
+        """Buffers from which micro-batches read outputs of the prologue, by (output, how it is
+        passed: `WholeBatch.values`)."""
         self.counts: list[Op] = []
         """Operators of the prologue that are not in the graph of the global batch."""
         self._ops: dict[Op, list[Op]] = {}
@@ -63,32 +72,35 @@ class MicroBatchGraph:
 
     # Values
 
-    def take(self, value: Value, dim: int | None) -> Value:
+    def take(self, value: Value, dim: PassedDim) -> Value:
         """Make `value` an output of the prologue, and return the buffer from which micro-batches
         read `value`.
 
         Args:
             value: a value in the graph of the global batch.
             dim: dimension that is split into micro-batches; None to pass the full tensor to each
-                micro-batch.
+                micro-batch, `FIRST` to pass it to the first one and zeros to the others.
         """
         if (value, dim) not in self.taken:
             shape = list(value.shape)
             # The shape of the slice that one micro-batch reads.
-            if dim is not None:
+            if isinstance(dim, int):
                 shape[dim] //= self.count
             name = self._make_unique_name(f"whole_batch.{value.name}")
             self.taken[value, dim] = Value(name, tuple(shape), value.dtype, Origin.BUFFER)
         return self.taken[value, dim]
 
     def share(self, value: Value, reader: Op) -> Value:
-        """Return `value` divided by the number of micro-batches, so that the sum over micro-batches
-        is `value`.
+        """Return a tensor whose sum over micro-batches is `value`: `value` divided by their number
+        or, for an integer that the prologue can pass, `value` in the first one.
 
         Args:
             value: a value that is equal in all micro-batches.
             reader: the operator that reads the result. The division is inserted before `reader`.
         """
+        # Exact, unlike a division.
+        if not reader.output.dtype.is_floating_point:
+            return self.take(value, FIRST)
         # One division for all readers, at the first of them in order of execution.
         if value not in self.shares:
             source = self._get_micro_batch_value(value, reader)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from shardwright.core.graph.graph import Op, Value
 from shardwright.core.micro_batches.linear_operators import ADDITIVE, LINEAR
 from shardwright.core.micro_batches.sample_flow import SampleFlow
@@ -33,15 +35,21 @@ def states_from_reduced_inputs(flow: SampleFlow, op: Op) -> list[SampleState]:
     nonlinear = UnsplittableError(op, "the operator is not linear in a mean or sum over samples")
     name, arguments = op.short_name, call_arguments(op)
     reduced = [v for v in op.inputs if flow.states[v] in (SUM, AVERAGE)]
-    # Rounding, comparisons and indices are not linear.
-    if not all(value.dtype.is_floating_point for value in op.outputs):
+    # Rounding, comparisons and indices are not linear; sums of integers are.
+    dtypes = [value.dtype for value in (*op.outputs, *reduced)]
+    is_integer = not any(each.is_floating_point or each == torch.bool for each in dtypes)
+    if not (is_integer or all(value.dtype.is_floating_point for value in op.outputs)):
         raise nonlinear
     if name in ADDITIVE:
         # A condition or a weight selects, so only the other two operands are linear.
         constant = arguments.get({"where": "condition", "lerp": "weight"}.get(name, ""))
         if constant in reduced:
             raise nonlinear
-        state = _infer_additive_output_state(flow, op, [v for v in op.inputs if v is not constant])
+        operands = [value for value in op.inputs if value is not constant]
+        # The prologue passes integers in full to one micro-batch, but it lacks the parameters.
+        if is_integer and not _can_be_shared_exactly(flow, op, operands):
+            raise nonlinear
+        state = _infer_additive_output_state(flow, op, operands)
         return [state] * len(op.outputs)
     # `rounding_mode` makes a division an integer division.
     alone = len(reduced) == 1 and arguments.get("rounding_mode") is None
@@ -52,6 +60,17 @@ def states_from_reduced_inputs(flow: SampleFlow, op: Op) -> list[SampleState]:
         raise nonlinear
     flow.result.emit(op, [None] * len(op.inputs), flow.outside)
     return [flow.states[reduced[0]]] * len(op.outputs)
+
+
+def _can_be_shared_exactly(flow: SampleFlow, op: Op, operands: list[Value]) -> bool:
+    """Whether `op`, an operator in `ADDITIVE`, adds to sums of integers only integers that the
+    prologue computes."""
+    arguments = call_arguments(op)
+    numbers = [arguments.get(name) for name in ("self", "input", "other")]
+    return not any(isinstance(each, (int, float)) for each in numbers) and all(
+        flow.states[value] == SUM or (value in flow.free and not value.dtype.is_floating_point)
+        for value in operands
+    )
 
 
 def _infer_additive_output_state(flow: SampleFlow, op: Op, operands: list[Value]) -> SampleState:

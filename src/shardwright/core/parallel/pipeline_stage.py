@@ -241,7 +241,7 @@ class RankStages:
         # The schedule collects losses on the last stage only.
         loss = torch.stack(losses).sum().detach() if losses else self._make_empty_loss()
         self._broadcast_from_stage(self._last_stage_index, loss)
-        return StepResults(loss, gradients, step.buffers.end_step(), step.outputs)
+        return StepResults(loss, gradients, self._end_updates(step, inputs), step.outputs)
 
     def evaluate(self, inputs: StepInputs) -> tuple[dict[str, list[Tensor]], dict[str, Tensor]]:
         """Run forward over all micro-batches.
@@ -259,12 +259,32 @@ class RankStages:
             # Frees the gathered parameters; without a backward pass there are no gradients.
             for module in self.modules:
                 module.unsharded.end_step()
-        return step.outputs, step.buffers.end_step()
+            updated = self._end_updates(step, inputs)
+        return step.outputs, updated
 
     def _multiply_by_loss_weight(self, loss: Tensor, index: Tensor | int) -> Tensor:
         # Called by the schedule as `loss_fn(output, target)`: the target is the index of the
         # micro-batch.
         return loss * self._loss_weight
+
+    def _end_updates(self, step: StepContext, inputs: StepInputs) -> dict[str, Tensor]:
+        """Return the new values of the buffers of this stage, also of those that another stage has
+        updated. Collective."""
+        updated = step.buffers.end_step()
+        for name, (source, stages) in sorted(self.partitioned.shared_updates.items()):
+            if self.devices.stage not in stages:
+                continue
+            before = inputs.buffers[name]
+            value = (
+                updated.get(name, before)
+                .to(before.dtype)
+                .clone(memory_format=torch.contiguous_format)
+            )
+            with self.devices.waits.measure():
+                group = self.devices.peers_of_stages(stages)
+                dist.broadcast(value, group=group, group_src=stages.index(source))
+            updated[name] = value
+        return updated
 
     def _make_step_context(self, inputs: StepInputs) -> StepContext:
         step = StepContext.of(inputs, self.partitioned, self._whole_batch)
@@ -284,6 +304,9 @@ class RankStages:
         group_axes = groups_of(self.partitioned)
         for axes in dict.fromkeys((*group_axes, *prologue_axes(self.partitioned))):
             self.devices.group(axes)
+        owners = {stages for _, stages in self.partitioned.shared_updates.values()}
+        for stages in sorted(owners):
+            self.devices.peers_of_stages(stages)
         self._groups_of_shared_parameters = {}
         parameters = self.partitioned.graph.parameters
         self._trained_names = {value.name for value in parameters if value.requires_grad}

@@ -9,7 +9,7 @@ step.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
 from typing import Any
@@ -26,8 +26,9 @@ from shardwright.core.graph.graph import Graph
 from shardwright.core.graph.python_call import ConstantsProgram, PythonCall
 from shardwright.core.parallel.bound_program import BoundProgram, BoundStep
 from shardwright.core.parallel.call import Call
+from shardwright.core.parallel.unavailable import error_of_use
 from shardwright.core.torch_internals.modules import alias_module, own_buffers, own_parameters
-from shardwright.errors import CaptureError, PlanError
+from shardwright.errors import CaptureError, PlanError, ShardwrightError
 
 log = logging.getLogger(__name__)
 
@@ -150,19 +151,20 @@ class PythonCalls:
             # Dynamo, and the user's code that it runs, may raise any error.
             except Exception as error:
                 if not self._changing_numbers:
-                    raise _make_capture_error(error, type(module).__name__) from error
+                    raise _make_capture_error(error, module) from error
             # A number may be a size or decide a branch: it stays a constant.
             try:
                 return capture_python(captured, compute_dtype)
             except CaptureError:
                 raise
             except Exception as error:
-                raise _make_capture_error(error, type(module).__name__) from error
+                raise _make_capture_error(error, module) from error
 
     def run(self, python: PythonCall, program: ConstantsProgram, call: Call) -> Any:
         """Run the captured Python code of a call, with `program` in place of the captured tensor
         operations."""
-        return python.run(program, self._module, *call)
+        with _unchanged_buffers(self._planned, python.assigned):
+            return python.run(program, self._module, *call)
 
     def results(self, graph: Graph, outputs: Sequence[Any]) -> ProgramResults:
         """Return (outputs of a graph, the model's buffers); outputs that `forward` stores in Python
@@ -184,6 +186,23 @@ class PythonCalls:
             name: _gather_unless_differentiable(tensor).to(self._device)
             for name, tensor in constants.items()
         }
+
+
+@contextmanager
+def _unchanged_buffers(module: nn.Module, names: Iterable[str]) -> Iterator[None]:
+    """Context after which buffers of `module` are the objects from before.
+
+    A program writes to the buffers to which `forward` assigns its results.
+    """
+    before: list[tuple[dict[str, Any], str, Any]] = []
+    for path, _, name in (name.rpartition(".") for name in names):
+        buffers: dict[str, Any] = own_buffers(module.get_submodule(path))
+        before.append((buffers, name, buffers[name]))
+    try:
+        yield
+    finally:
+        for buffers, name, tensor in before:
+            buffers[name] = tensor
 
 
 @contextmanager
@@ -216,9 +235,14 @@ def _gather_unless_differentiable(tensor: Tensor, copy_ordinary: bool = False) -
     return tensor.clone() if copy_ordinary else tensor
 
 
-def _make_capture_error(error: Exception, model: str) -> CaptureError:
+def _make_capture_error(error: Exception, module: nn.Module) -> ShardwrightError:
+    values = [value for child in module.modules() for value in vars(child).values()]
+    use = error_of_use(error, values)
+    if use is not None:
+        return use
     # Messages of Dynamo go on with the user's stack and hints over many lines.
     first = next(iter(str(error).strip().splitlines()), type(error).__name__)
     return CaptureError(
-        f"`forward` of {model} cannot be captured in its current Python state: {first}"
+        f"`forward` of {type(module).__name__} cannot be captured in its current Python state:"
+        f" {first}"
     )

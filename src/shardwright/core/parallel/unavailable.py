@@ -40,3 +40,19 @@ class Unavailable:
     )
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __matmul__ = _refuse_use
     __truediv__ = __rtruediv__ = __pow__ = __rpow__ = __rmatmul__ = _refuse_use
+
+
+def error_of_use(error: Exception, values: Any) -> PlanError | None:
+    """Return the `PlanError` of the first placeholder in `values` if its use has raised `error` in
+    a trace of TorchDynamo; None for other errors.
+
+    Args:
+        error: an error of TorchDynamo, which quotes the frames but not the message of an error in
+            traced code.
+        values: nested containers of Python state.
+    """
+    if Unavailable._refuse_use.__name__ not in str(error):
+        return None
+    placeholders = (leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Unavailable))
+    first = next(placeholders, None)
+    return None if first is None else PlanError(first._message)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwright.core.graph.graph import Graph, Value, WholeBatch
+from shardwright.core.graph.graph import FIRST, Graph, PassedDim, Value, WholeBatch
 from shardwright.core.graph.interpreter import run
 from shardwright.core.layout.layout import TensorLayout
 from shardwright.core.partition.decisions import CutAxes
@@ -106,13 +106,16 @@ class GlobalBatchValues:
                 leaf = all_gather(dim, self._devices.group(axes))(leaf.detach())
         return leaf.detach()
 
-    def _split_into_micro_batches(self, tensor: Tensor, dim: int | None) -> list[Tensor]:
+    def _split_into_micro_batches(self, tensor: Tensor, dim: PassedDim) -> list[Tensor]:
         """Split a value of the global batch into the tensors that micro-batches read.
 
         Args:
             tensor: the value for the global batch.
-            dim: batch dimension of `tensor`; None if all micro-batches read the full tensor.
+            dim: batch dimension of `tensor`; None if all micro-batches read the full tensor,
+                `FIRST` if the first one does.
         """
+        if dim == FIRST:
+            return [tensor, *(torch.zeros_like(tensor),) * (self._num_micro_batches - 1)]
         if dim is None:
             return [tensor] * self._num_micro_batches
         return micro_batches_of_tensor(

@@ -11,7 +11,7 @@ from functools import cached_property
 from itertools import chain
 from math import prod
 
-from shardwright.core.graph.graph import Graph, Origin, Value
+from shardwright.core.graph.graph import Graph, Origin, Value, WholeBatch
 from shardwright.core.graph.split import GraphChunk, split_graph
 from shardwright.core.layout.layout import DeviceMatrix, TensorLayout
 from shardwright.core.partition.chunk import Chunk
@@ -121,14 +121,38 @@ class Partitioned:
         return first_stage_of
 
     def tensors_of(self, stage: int) -> tuple[list[Value], list[Value]]:
-        """Return the parameters and the buffers that the chunks of a stage read or update."""
+        """Return the parameters and the buffers that a stage reads or updates: those of its chunks,
+        buffers that the prologue of a step reads if one of its chunks reads the results, and
+        buffers that Python code on every rank reads."""
         # Dicts as sets that keep the order of the graph; chunks of a stage may share a parameter.
         parameters: dict[Value, None] = {}
         buffers: dict[Value, None] = {}
         for chunk in self.chunks_of(stage):
             parameters |= dict.fromkeys(chunk.graph.parameters)
             buffers |= dict.fromkeys(chunk.graph.module_buffers)
+        whole_batch, python = self.graph.whole_batch, self.graph.python
+        outputs = () if python is None else python.outputs
+        names = {output for output in outputs if isinstance(output, str)}
+        if isinstance(whole_batch, WholeBatch) and whole_batch.prologue is not None:
+            read = {value.name for chunk in self.chunks_of(stage) for value in chunk.graph.buffers}
+            if not read.isdisjoint(whole_batch.names):
+                names |= {value.name for value in whole_batch.prologue.buffers}
+        buffers |= {value: None for value in self.graph.module_buffers if value.name in names}
         return list(parameters), list(buffers)
+
+    @cached_property
+    def shared_updates(self) -> dict[str, tuple[int, tuple[int, ...]]]:
+        """For each updated buffer that several stages own, by name: the stage that updates the
+        buffer, and all stages that own it."""
+        stages = range(self.pipeline.stages)
+        names_of_stage = [{v.name for v in chain(*self.tensors_of(stage))} for stage in stages]
+        shared = {}
+        for chunk in self.chunks:
+            for buffer, _ in chunk.graph.updates:
+                owners = tuple(stage for stage in stages if buffer.name in names_of_stage[stage])
+                if len(owners) > 1:
+                    shared[buffer.name] = chunk.stage, owners
+        return shared
 
     @cached_property
     def step_bytes(self) -> tuple[tuple[int, int], ...]:

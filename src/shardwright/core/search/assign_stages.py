@@ -18,7 +18,7 @@ from math import prod
 from shardwright.core.cost.flops import forward_flops
 from shardwright.core.graph.custom_ops import experts
 from shardwright.core.graph.graph import Graph, Op, Origin
-from shardwright.core.graph.split import assign_neighbors
+from shardwright.core.graph.split import assign_neighbors, updates_between_micro_batches
 from shardwright.core.partition.pipeline_spec import PipelineSpec
 from shardwright.core.partition.schedules import SCHEDULES, ScheduleSpec
 from shardwright.core.rules import rule_of
@@ -76,12 +76,12 @@ def balanced_chunks(
 def _valid_chunk_boundaries(graph: Graph) -> list[int]:
     """Return the positions where a chunk may end; position `i` is in front of operator `i`.
 
-    No chunk ends between the operators that read a buffer and the operator that updates it: other
-    micro-batches run between two chunks, and would read the buffer before the update.
+    No chunk ends between the operators that read a buffer and the operator that updates it in each
+    micro-batch: others run between two chunks, and would read the buffer before the update.
     """
     op_index = {op.name: index for index, op in enumerate(graph.ops)}
     joined: set[int] = set()
-    for buffer, value in graph.updates:
+    for buffer, value in updates_between_micro_batches(graph):
         producer = graph.producer.get(value)
         if producer is not None:
             consumer_indices = (op_index[op.name] for op, _ in graph.consumers[buffer])
