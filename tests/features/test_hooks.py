@@ -246,13 +246,21 @@ def test_forward_hooks_of_submodules_after_planning_work_until_they_are_removed(
     assert len(seen) == 4
 
 
-def test_hooks_after_planning_are_refused_where_programs_split_the_batch() -> None:
-    net = Net()
+def test_hooks_after_planning_see_the_batch_in_micro_batches() -> None:
+    net, features = Net(), list[Tensor]()
     plan = sw.plan(net, (BATCH,), devices=1, micro_batches=2)
     parallel = sw.parallelize(net, plan, copy=True)
-    parallel.body[0].register_forward_hook(doubled)
-    with pytest.raises(PlanError, match=r"registered on a submodule after planning\n.*stages=1"):
-        parallel.train_step(BATCH)
+
+    def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        features.append(output.detach())
+        return 2 * output
+
+    for model in (net, parallel):
+        model.body[0].register_forward_hook(hook)
+    check_gradients(net, parallel, step=True)
+    # Two steps of each model.
+    assert len(features) == 4
+    torch.testing.assert_close(features[1::2], features[::2])
 
 
 def test_hooks_of_the_model_itself_with_effects_run_around_the_program() -> None:

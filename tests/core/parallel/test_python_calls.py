@@ -47,6 +47,19 @@ def test_a_value_that_micro_batches_do_not_determine_is_an_error_where_it_is_rea
         print(planned.spread + 1)
 
 
+class Measuring(Counter):
+    """Reads a number that micro-batches do not determine."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.spread = self.hidden(x).detach().std().item()
+        return super().forward(x)
+
+
+def test_a_number_that_micro_batches_do_not_determine_is_refused() -> None:
+    with pytest.raises(sw.StrategyError, match=r"aten.std.* mixes samples, and Python code reads"):
+        sw.plan(Measuring(), (batches()[0],), devices=1, micro_batches=2)
+
+
 def test_an_object_that_a_step_with_micro_batches_returns_is_not_needed() -> None:
     net, batch = Returning(), (batches()[0],)
     planned = sw.parallelize(net, sw.plan(net, batch, devices=1, micro_batches=2))

@@ -75,6 +75,12 @@ class PythonCall:
         """Names of the constants of the graph whose values are read in each call."""
         return frozenset((*self.state, *self.number_constants))
 
+    @property
+    def read_outputs(self) -> frozenset[int]:
+        """Indices of the outputs of the graph that Python code reads as numbers."""
+        sources = (self.outputs[index] for index in self.numbers.added_outputs)
+        return frozenset(source for source in sources if isinstance(source, int))
+
     def run(
         self, program: ConstantsProgram, owner: object, args: tuple[Any, ...], kwargs: Any
     ) -> Any:

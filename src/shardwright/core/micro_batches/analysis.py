@@ -8,6 +8,8 @@ parameters may pass through linear operators only, so that the loss is a mean or
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from shardwright.core.graph.graph import Graph, Op, SampleReduction, Value
 from shardwright.core.graph.local_map import LocalCall
 from shardwright.core.micro_batches.micro_batch_graph import FILLED_LIKE
@@ -59,8 +61,23 @@ def graph_of_micro_batch(flow: SampleFlow) -> Graph:
         if of_value != WHOLE and of_value != POSITIONS and of_value != UNKNOWN:
             outputs[value] = of_value
     mixed = [value for value in graph.output_values if flow.states[value] == UNKNOWN]
+    _check_numbers(flow, mixed)
     updates = _determine_updates(flow)
     return flow.result.result(SUM if state == SUM else AVERAGE, outputs, mixed, updates)
+
+
+def _check_numbers(flow: SampleFlow, mixed: Collection[Value]) -> None:
+    """Check that Python code reads no number from an output that mixes samples.
+
+    Raises:
+        UnsplittableError: for the operator that mixes the samples.
+    """
+    graph = flow.pair.batch
+    for index in graph.python.read_outputs if graph.python is not None else ():
+        value = graph.outputs[index]
+        if value in mixed:
+            cause = flow.causes[value]
+            raise UnsplittableError(cause.op, f"{cause.why}, and Python code reads its result")
 
 
 def _state_of_result(flow: SampleFlow, value: Value) -> SampleState:
