@@ -40,18 +40,36 @@ def test_matrices_of_a_batch_may_be_cut(target: Any, args: tuple[Any, ...]) -> N
 @pytest.mark.parametrize(
     ("target", "args"),
     [
-        (aten.linalg_solve.default, (matrices(4, 6), vectors(4, 6, 3, 2))),
         (aten.linalg_solve.default, (matrices(4, 6), vectors(4, 6, 3))),
-        (aten.linalg_solve.default, (matrices(4, 6), vectors(6, 3, 2))),
-        (aten.cholesky_solve.default, (vectors(4, 6, 3, 2), matrices(4, 6).tril())),
         (aten.linalg_householder_product.default, (vectors(4, 6, 3, 2), vectors(4, 6, 2))),
-        (aten.linalg_lu_solve.default, (LU[0], LU[1], vectors(4, 6, 3, 2))),
         (aten.lu_unpack.default, LU),
     ],
     ids=operator_name,
 )
 def test_systems_of_a_batch_may_be_cut(target: Any, args: tuple[Any, ...]) -> None:
     assert set(check(target, *args).factors) == {"b", "s"}
+
+
+@pytest.mark.parametrize(
+    ("target", "args"),
+    [
+        (aten.linalg_solve.default, (matrices(4, 6), vectors(4, 6, 3, 2))),
+        (aten.linalg_solve.default, (matrices(4, 6), vectors(6, 3, 2))),
+        (aten.cholesky_solve.default, (vectors(4, 6, 3, 2), matrices(4, 6).tril())),
+        (aten.linalg_lu_solve.default, (LU[0], LU[1], vectors(4, 6, 3, 2))),
+    ],
+    ids=operator_name,
+)
+def test_columns_of_right_hand_sides_may_be_cut(target: Any, args: tuple[Any, ...]) -> None:
+    assert set(check(target, *args).factors) == {"b", "s", "j"}
+
+
+@pytest.mark.parametrize("left", [True, False])
+def test_the_right_hand_sides_of_a_triangular_system_may_be_cut(left: bool) -> None:
+    rhs = vectors(2, 3, 4) if left else vectors(2, 4, 3)
+    target = aten.linalg_solve_triangular.default
+    found = check(target, matrices(2).tril(), rhs, upper=False, left=left)
+    assert str(found) == ("b _ _, b _ j -> b _ j" if left else "b _ _, b j _ -> b j _")
 
 
 def test_a_vector_of_each_system_of_a_batch_is_no_matrix() -> None:

@@ -82,6 +82,15 @@ def test_boundaries_stay_whole() -> None:
     assert str(found) == "_, b s -> b s"
 
 
+def test_rows_of_boundaries_may_be_cut() -> None:
+    rows = randn(4, 2, 5).sort(-1).values
+    assert str(check(aten.searchsorted.Tensor, rows, randn(4, 2, 6))) == "b s _, b s t -> b s t"
+
+
+def test_conjugates_may_be_cut() -> None:
+    assert str(check(aten._conj.default, randn(4, 6, dtype=torch.complex128))) == "b s -> b s"
+
+
 def test_what_draws_random_numbers_says_so() -> None:
     drawn = rule_of(op_of(aten.bernoulli.p, rand(4, 6), 0.5))
     assert drawn is not None and drawn.random and drawn.factors == ("b", "s")

@@ -37,13 +37,22 @@ LINEAR_ALGEBRA = {
     # The tolerances `atol` and `rtol` are one number per matrix.
     (2, 0, 0): ("linalg_pinv",),
     (2, 1): ("linalg_householder_product", "lu_unpack"),
-    # Pivots and Householder coefficients are one vector per matrix.
-    (2, 1, 2): ("linalg_lu_solve", "ormqr"),
-    (2, 2): ("cholesky_solve", "linalg_solve_triangular", "triangular_solve"),
-    (2, 2, 1): ("lu_solve",),
+    # Householder coefficients are one vector per matrix.
+    (2, 1, 2): ("ormqr",),
 }
 """Names of ATen operators, grouped by the number of trailing dimensions of each input that are not
 batch dimensions."""
+
+SOLVERS = {
+    "cholesky_solve": "... _ j, ... _ _ -> ... _ j",
+    "linalg_lu_solve": "... _ _, ... _, ... _ j -> ... _ j",
+    "linalg_solve": "... _ _, ... _ j -> ... _ j",
+    "linalg_solve_ex": "... _ _, ... _ j -> ... _ j, ...",
+    "linalg_solve_triangular": "... _ _, ... _ j -> ... _ j",
+    "lu_solve": "... _ j, ... _ _, ... _ -> ... _ j",
+    "triangular_solve": "... _ j, ... _ _ -> ... _ j, ... _ _",
+}
+"""Notation of solvers of linear systems A X = B with a matrix B, by the name of the operator."""
 
 
 def _make_batched_rule_builder(*item_ranks: int) -> RuleMaker:
@@ -85,15 +94,24 @@ for _spatial_dims in (2, 3):
     )
 
 
-@rule_for(*overloads("linalg_solve", "linalg_solve_ex"))
-def solve(op: Op) -> ShardingRule | None:
-    """Linear systems, `b _ _, b _ _ -> b _ _`, or `b _ _, b _ -> b _`: the batch can be sharded.
+@rule_for(*overloads(*SOLVERS))
+def solve(op: Op) -> ShardingRule:
+    """Linear systems A X = B, `b _ _, b _ j -> b _ j`: the batch and the columns of B can be
+    sharded.
 
-    The right-hand side is a batch of vectors if its shape is `left.shape[:-1]`, as in torch.
+    For X A = B (`left=False`) these are the rows of B, `b _ _, b j _ -> b j _`. The right-hand side
+    of `torch.linalg.solve` is a batch of vectors, `b _ _, b _ -> b _`, if its shape is
+    `left.shape[:-1]`.
     """
-    matrix, rhs = (value.shape for value in op.inputs)
-    # `torch.linalg.solve` prefers vectors where both readings of the shape are possible.
-    return _make_batched_rule_builder(2, 1 if len(rhs) == 1 or rhs == matrix[:-1] else 2)(op)
+    notation = SOLVERS[op.short_name]
+    if op.short_name.startswith("linalg_solve") and op.short_name != "linalg_solve_triangular":
+        matrix, rhs = (value.shape for value in op.inputs)
+        # `torch.linalg.solve` prefers vectors where both readings of the shape are possible.
+        if len(rhs) == 1 or rhs == matrix[:-1]:
+            return from_notation(notation.replace("_ j", "_"), op)
+    return from_notation(
+        notation if argument(op, "left", True) else notation.replace("_ j", "j _"), op
+    )
 
 
 @rule_for(*overloads("cdist"))

@@ -30,7 +30,7 @@ from shardwright.core.torch_internals.operators import OpOverload, schema_of
         "greater", "greater_equal", "less", "less_equal", "special_expit", "fix", "floor_divide"
     ),
     *overloads("arccos", "arcsin", "arctan", "arctan2", "complex", "polar", "conj", "real", "imag"),
-    *overloads("resolve_conj"),
+    *overloads("_conj", "resolve_conj", "_neg_view", "resolve_neg"),
     # Gradients in `forward` call these; ATen tags only some operators of a backward pass.
     *overloads("elu_backward", "hardswish_backward", "hardtanh_backward"),
     *overloads("leaky_relu_backward", "softplus_backward"),
@@ -85,14 +85,14 @@ def glu(op: Op) -> ShardingRule:
 
 
 @rule_for(*overloads("bucketize", "searchsorted"))
-def bucketize(op: Op) -> ShardingRule | None:
+def bucketize(op: Op) -> ShardingRule:
     """Search in sorted boundaries, `b s, _ -> b s`: elements can be sharded; boundaries cannot.
 
-    Returns None for `searchsorted` with one sequence per row.
+    `searchsorted` with one sequence per row is `b _, b s -> b s`.
     """
     dims = factor_names(op.output)
-    boundaries = argument(op, "boundaries", argument(op, "sorted_sequence"))
-    if len(boundaries.shape) != 1:
-        return None
-    inputs = [(None,) if value is boundaries else dims for value in op.inputs]
+    searched = argument(op, "self")
+    rows = argument(op, "boundaries", argument(op, "sorted_sequence")).shape[:-1]
+    sequence = (*dims[: len(rows)], None)
+    inputs = [dims if value is searched else sequence for value in op.inputs]
     return sharding_rule(op, inputs, (dims,))
