@@ -39,6 +39,17 @@ def per_row_labels(net: Selecting, x: Tensor, labels: Tensor, mask: Tensor) -> T
     return -scores[torch.arange(len(chosen)), chosen].mean()
 
 
+def boxes_of_labels(net: Selecting, x: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    boxes, chosen = net.hidden(x).flatten(0, 1).view(-1, 4, 2), labels.flatten() % 4
+    rows = torch.where(mask.flatten())[0]
+    return boxes[rows, chosen[rows] - 1].square().mean()
+
+
+def boxes_of_rows(net: Selecting, x: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    boxes, chosen = net.hidden(x[mask]).view(-1, 4, 2), labels[mask] % 4
+    return boxes[torch.arange(len(chosen)), chosen - 1].square().mean()
+
+
 EQUAL: dict[str, Program] = {
     "a mask": lambda net, x, labels, mask: net.hidden(x)[mask].square().mean(),
     "a mask of columns": lambda net, x, labels, mask: net.hidden(x)[:, mask[0]].square().mean(),
@@ -57,6 +68,11 @@ EQUAL: dict[str, Program] = {
         net.hidden(x)[mask].view(-1, 2, 4).transpose(1, 2).softmax(-1).square().mean()
     ),
     "a label of each row": per_row_labels,
+    "a label of each row, and its mask": lambda net, x, labels, mask: (
+        -net.head(x).log_softmax(-1)[mask, labels[mask]].mean()
+    ),
+    "a box of the label of each row": boxes_of_labels,
+    "a box of each selected row": boxes_of_rows,
     "a write": write,
     "a write of elements": write_elements,
     "a write of a number": write_number,

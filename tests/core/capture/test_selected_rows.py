@@ -153,7 +153,12 @@ def test_random_plans_train_selected_rows_exactly(program: Program) -> None:
         assert sw.check(net, call, None, replace(plan, graph=graph)).passes(1e-9)
 
 
-@pytest.mark.parametrize("program", [masked_language_model, invalid_labels])
+def scores_of_labels(net: Selecting, x: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    scores, rows = net.head(x).flatten(0, 1), mask.flatten().nonzero().squeeze(1)
+    return -scores.log_softmax(-1)[rows, labels.flatten()[rows]].mean()
+
+
+@pytest.mark.parametrize("program", [masked_language_model, invalid_labels, scores_of_labels])
 def test_micro_batches_divide_by_the_rows_of_the_batch(program: Program) -> None:
     net, call = Selecting(program), batch(0.3)
     plan = sw.plan(net, call, devices=2, micro_batches=2)

@@ -175,6 +175,8 @@ class _PaddingRewrite:
             return True
         if self._rewrite_gather_per_row(node, x, indices):
             return True
+        if self._rewrite_gather_from_selection(node, x, indices):
+            return True
         # PyTorch takes an index of dtype uint8 for a mask.
         if any(is_tensor(i) and tensor(i).dtype in (torch.bool, torch.uint8) for i in indices):
             raise count_refusal(node, "this combines a mask with other indices")
@@ -234,7 +236,7 @@ class _PaddingRewrite:
 
     def _rewrite_gather_per_row(self, node: fx.Node, x: fx.Node, indices: Sequence[Any]) -> bool:
         """Replace `rows[arange(len(rows)), index]` by `gather`; return False for other indices."""
-        if len(indices) != 2 or indices[0] not in self.positions or len(node_shape(x)) != 2:
+        if len(indices) != 2 or indices[0] not in self.positions or len(node_shape(x)) < 2:
             return False
         positions, index = indices
         if (
@@ -242,12 +244,45 @@ class _PaddingRewrite:
             or self._get_symbolic_row_count(x) != self.positions[positions]
         ):
             return False
-        column = insert(node, aten.unsqueeze.default, (index, 1))
-        column = insert(node, aten.gather.default, (x, 1, column))
+        self._replace_by_gather(node, x, index)
+        return True
+
+    def _rewrite_gather_from_selection(
+        self, node: fx.Node, x: fx.Node, indices: Sequence[Any]
+    ) -> bool:
+        """Replace `x[where(mask)[0], index]` and `x[mask, index]`, with an index for each selected
+        row, by `gather`; return False for other indices."""
+        *of_mask, index = indices
+        count = node.meta["val"].shape[0]
+        if not of_mask or None in of_mask or not isinstance(count, SYMBOLS):
+            return False
+        if index not in self.counts.traced or tensor(index).dtype == torch.bool:
+            return False
+        selection = self._find_mask_of_indices(node, x, of_mask)
+        if selection is None or node_shape(index) != (prod(selection[0].shape),):
+            return False
+        (mask, _), rank = selection, len(selection[0].shape)
+        sizes = node_shape(x)[rank:]
+        self.counts.record(node, count, mask)
+        rows = self._insert_reshape(node, x, (prod(mask.shape), *sizes))
+        rows = self._insert_row_mark(node, rows, mask, 0, (count, *sizes))
+        self._replace_by_gather(node, rows, index)
+        return True
+
+    def _replace_by_gather(self, node: fx.Node, rows: fx.Node, index: fx.Node) -> None:
+        """Replace a read of one element of dimension 1 for each row, as in `rows[i, index[i]]`."""
+        shape = node_shape(rows)
+        # Unlike indexing, `gather` does not count negative indices from the end.
+        negative = insert(node, aten.lt.Scalar, (index, 0))
+        from_end = insert(node, aten.add.Scalar, (index, shape[1]))
+        index = insert(node, aten.where.self, (negative, from_end, index))
+        column = insert(node, aten.reshape.default, (index, [-1, *(1,) * (len(shape) - 1)]))
+        if len(shape) > 2:
+            column = insert(node, aten.expand.default, (column, [-1, 1, *shape[2:]]))
+        column = insert(node, aten.gather.default, (rows, 1, column))
         new = insert(node, aten.squeeze.dim, (column, 1))
         self.counts.traced[new] = tuple(map(expression_of, node.meta["val"].shape))
         replace(node, new)
-        return True
 
     def _get_symbolic_row_count(self, x: fx.Node) -> Any:
         """Return the symbolic number of rows of `x`; None if dimension 0 has a static size."""
