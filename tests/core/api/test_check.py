@@ -437,3 +437,44 @@ def test_a_buffer_that_forward_assigns_beside_python_state_has_its_value_in_the_
     net, batch = AssignedBuffer(), (torch.randn(4, 6),)
     assert sw.check(net, batch, None, sw.plan(net, batch, devices=2)).passes()
     assert net.calls == 0 and not net.center.any()
+
+
+class StoredFeatures(nn.Module):
+    """A hook stores the features of a layer in the model, which `forward` reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head, self.features = nn.Linear(6, 8), nn.Linear(8, 4), {}
+        self.body.register_forward_hook(lambda *call: self.features.update(body=call[-1]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x).relu()).square().mean() + self.features["body"].mean()
+
+
+def test_features_that_a_hook_stores_in_the_model_are_those_of_the_copy_that_is_trained() -> None:
+    net, batch = StoredFeatures(), (torch.randn(4, 6),)
+    assert sw.check(net, batch, None, sw.plan(net, batch, devices=2)).passes()
+    assert not net.features
+
+
+class Flow(nn.Module):
+    """The likelihood under a prior in an attribute, whose tensors are neither parameters nor
+    buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Linear(4, 4)
+        normal = torch.distributions.MultivariateNormal(torch.zeros(4), torch.eye(4))
+        shift = torch.distributions.AffineTransform(torch.ones(4), 2 * torch.ones(4))
+        self.prior = torch.distributions.TransformedDistribution(normal, [shift])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return -self.prior.log_prob(self.scale(x)).mean()
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_distributions_in_attributes_are_checked_in_float64(micro_batches: int) -> None:
+    net, batch = Flow(), (torch.randn(8, 4),)
+    plan = sw.plan(net, batch, devices=2, micro_batches=micro_batches)
+    assert sw.check(net, batch, None, plan).passes()
+    assert net.prior.base_dist.loc.dtype == torch.float32

@@ -14,7 +14,9 @@ from torch import Tensor, nn
 
 from shardwright.core.api.eager_batch_norms import RecordedBatchNorms, SplitBatchNorms
 from shardwright.core.capture.fake_copy import caching_configs
+from shardwright.core.capture.outer_references import OuterReferences
 from shardwright.core.capture.python_capture import result_leaves
+from shardwright.core.capture.reachable_state import ReachableState
 from shardwright.core.capture.undone_effects import undone_effects
 from shardwright.core.graph.float64 import CastsToFloat64, EverythingInFloat64
 from shardwright.core.graph.graph import Graph, Value, WholeBatch
@@ -298,7 +300,9 @@ class EagerTraining:
         module = copy.deepcopy(self.module, {id(tensor): tensor for tensor in tensors})
         for config in caching_configs(module):
             config.use_cache = False  # As in the captured copy.
-        with undone_effects(python.capture.changes):
+        # The module's own copy may be referenced by closures, such as hooks that store features.
+        references = OuterReferences(self.module, module, ReachableState(module), follow_ids=True)
+        with references.leading_to_copy(), undone_effects(python.capture.changes):
             results = result_leaves(_call_forward(module, args, kwargs))[0]
             self._assign_replaced_buffers(module)
         return results

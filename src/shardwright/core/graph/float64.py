@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributions import Distribution, Transform
 from torch.overrides import TorchFunctionMode
 
 from shardwright.core.deferred import copies_of_attributes
@@ -21,6 +22,9 @@ from shardwright.core.torch_internals.modules import memo_of_process_groups
 
 GROUPED_MM = torch.ops.aten._grouped_mm.default
 SEGMENT_MATMUL = torch.ops.shardwright.segment_matmul.default
+
+_REGISTRIES = frozenset(vars(nn.Module()))
+"""Names of the attributes that every `nn.Module` has, such as `_parameters`."""
 
 
 def graph_in_float64(graph: Graph, twin: Graph | None = None) -> Graph:
@@ -169,6 +173,7 @@ def module_in_float64(module: nn.Module, values: Mapping[str, Tensor]) -> nn.Mod
         memo[id(parameter)] = nn.Parameter(double, requires_grad=parameter.requires_grad)
     memo.update((id(buffer), in_float64(values[name])) for name, buffer in module.named_buffers())
     memo.update((key, in_float64(t)) for key, t in copies_of_attributes(module).items())
+    memo.update((id(t), in_float64(t)) for t in _iterate_tensors_of_distributions(module))
     double_module = copy.deepcopy(module, memo)
     for child in double_module.modules():
         config: Any = getattr(child, "config", None)
@@ -176,6 +181,28 @@ def module_in_float64(module: nn.Module, values: Mapping[str, Tensor]) -> nn.Mod
             # The default of `transformers` calls `torch._grouped_mm`, which has no float64 kernel.
             config._experts_implementation = "eager"
     return double_module
+
+
+def _iterate_tensors_of_distributions(module: nn.Module) -> Iterator[Tensor]:
+    """Yield the tensors of `torch.distributions` in attributes of modules, such as the mean of a
+    prior."""
+    waiting = [
+        leaf
+        for child in module.modules()
+        for leaf in pytree.tree_leaves(_list_plain_attributes(child))
+    ]
+    while waiting:
+        leaf = waiting.pop()
+        if isinstance(leaf, (Distribution, Transform)):
+            attributes = pytree.tree_leaves(list(vars(leaf).values()))
+            yield from (each for each in attributes if isinstance(each, Tensor))
+            # A transformed distribution has a base distribution and transforms.
+            waiting += attributes
+
+
+def _list_plain_attributes(module: nn.Module) -> list[Any]:
+    # Not the registries of `nn.Module`: submodules are visited by themselves.
+    return [value for name, value in vars(module).items() if name not in _REGISTRIES]
 
 
 @contextmanager
