@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from shardwright.core.api.eager_batch_norms import RecordedBatchNorms, SplitBatchNorms
 from shardwright.core.capture.fake_copy import caching_configs
 from shardwright.core.capture.outer_references import OuterReferences
-from shardwright.core.capture.python_capture import result_leaves
 from shardwright.core.capture.reachable_state import ReachableState
+from shardwright.core.capture.traced_call import result_leaves
 from shardwright.core.capture.undone_effects import undone_effects
 from shardwright.core.graph.float64 import CastsToFloat64, EverythingInFloat64
 from shardwright.core.graph.graph import Graph, Value, WholeBatch
