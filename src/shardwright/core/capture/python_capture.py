@@ -50,10 +50,10 @@ from shardwright.core.capture.replay import GraphReplay, name_modules
 from shardwright.core.capture.signature import Signature
 from shardwright.core.capture.trace import Trace, canonical, check_node
 from shardwright.core.capture.traced_call import (
-    CallResult,
     InputLeaf,
     OutputLeaf,
     TracedCall,
+    TracedResult,
     collect_tensor_ids,
 )
 from shardwright.core.graph.graph import Graph
@@ -149,7 +149,7 @@ def _set_modes_of_call(call: CapturedCall) -> Iterator[None]:
 
 
 def _trace_to_aten(
-    call: CapturedCall, traced: TracedCall, result: CallResult, compute_dtype: torch.dtype | None
+    call: CapturedCall, traced: TracedCall, result: TracedResult, compute_dtype: torch.dtype | None
 ) -> tuple[Graph, dict[str, str]]:
     """Trace Dynamo's graph to ATen operators.
 
@@ -200,7 +200,7 @@ def _trace_to_aten(
 
 def _run_dynamo_graph(
     traced: TracedCall,
-    result: CallResult,
+    result: TracedResult,
     tree: nn.Module,
     leaves: Sequence[Any],
     constants: Mapping[str, Tensor],

@@ -41,7 +41,7 @@ def collect_tensor_ids(module: nn.Module, args: Any, kwargs: Any) -> frozenset[i
 
 
 @dataclass(frozen=True, eq=False)
-class CallResult:
+class TracedResult:
     """The return value of a call, and the tensors that it assigns to Python objects.
 
     Args:
@@ -244,7 +244,7 @@ class TracedCall:
                 "\nset that state before `plan`, or read it as a plain attribute"
             )
 
-    def result(self, references: OuterReferences) -> CallResult:
+    def result(self, references: OuterReferences) -> TracedResult:
         """Run the bytecode on the copy, with fake results of the operators.
 
         Raises:
@@ -296,7 +296,7 @@ class TracedCall:
         self._check_stored_tensors([*stored, *assigned])
         positions |= {index: len(plan_leaves) + n for n, index in enumerate(effects)}
         positions |= only_assigned
-        return CallResult(
+        return TracedResult(
             plan_leaves,
             spec,
             tuple(effects),
