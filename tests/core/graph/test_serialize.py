@@ -15,7 +15,7 @@ from torch import nn
 
 import sample_models
 import shardwright as sw
-from shardwright.core.graph.graph import Graph, Op, Value
+from shardwright.core.graph.graph import Graph, Op, Value, WholeBatch
 from shardwright.core.graph.serialize import FORMAT, dumps, loads, with_header
 from shardwright.core.torch_internals.pytree import treespec_loads
 
@@ -35,6 +35,26 @@ class WithConstants(nn.Module):
         return {"x": (x[:, 1:], None), "mean": x.to(torch.bfloat16).mean() * scale}
 
 
+class Updating(nn.Module):
+    """In micro-batches: reads the prologue, updates buffers, and returns values of each kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.mean = nn.Linear(4, 4), nn.Buffer(torch.zeros(4))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        z = self.linear(x) - self.mean
+        self.mean.lerp_(z.detach().mean(0), 0.1)
+        return nn.functional.cross_entropy(z, y, ignore_index=0), z, z.detach().std(), (y > 1).sum()
+
+
+def in_micro_batches() -> Graph:
+    batch = torch.randn(4, 4), torch.arange(4)
+    graph = sw.plan(Updating(), batch, devices=1, micro_batches=2).graph
+    assert graph is not None
+    return graph
+
+
 def models() -> dict[str, Callable[[], Graph]]:
     def of_sample(name: str) -> Callable[[], Graph]:
         def captured() -> Graph:
@@ -45,12 +65,12 @@ def models() -> dict[str, Callable[[], Graph]]:
 
     named = {name: of_sample(name) for name in ("mlp", "resnet", "llama", "gpt2")}
     constants = lambda: sw.capture(WithConstants(), (torch.ones(3, 4, dtype=torch.float64),))  # noqa: E731
-    return {**named, "constants": constants}
+    return {**named, "constants": constants, "micro-batches": in_micro_batches}
 
 
 def described(thing: Any, names: dict[int, str]) -> Any:
     """A graph without the identities of its values."""
-    if isinstance(thing, (Graph, Op)):
+    if isinstance(thing, (Graph, Op, WholeBatch)):
         return [described(getattr(thing, each.name), names) for each in fields(thing)]
     if isinstance(thing, Value):
         number = names.setdefault(id(thing), f"value {len(names)}")

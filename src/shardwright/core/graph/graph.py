@@ -223,7 +223,7 @@ class WholeBatch:
     prologue: Graph | None = None
     values: tuple[tuple[str, PassedDim], ...] = ()
     outputs: tuple[tuple[str, SampleReduction | int], ...] = ()
-    mixed: frozenset[str] = frozenset()
+    mixed: tuple[str, ...] = ()
     updates: tuple[tuple[str, SampleReduction | None], ...] = ()
     rewritten: bool = False
 

@@ -26,7 +26,7 @@ from shardwright.core.graph.graph import Graph, Op, Origin, Value, WholeBatch
 from shardwright.core.torch_internals.operators import OpOverload
 from shardwright.core.torch_internals.pytree import TreeSpec, treespec_dumps, treespec_loads
 
-FORMAT = 4
+FORMAT = 5
 """Version of the file format; increment with every change of the format."""
 
 _JSON_TYPES = (type(None), bool, int, float, str)

@@ -321,7 +321,7 @@ class MicroBatchGraph:
                 self._build_prologue([value for value, _ in taken]) if taken else None,
                 tuple((value.name, dim) for (_, dim), value in taken.items()),
                 tuple((names[value], each) for value, each in outputs.items()),
-                frozenset(names[value] for value in mixed),
+                tuple(names[value] for value in mixed),
                 tuple((value.name, each) for value, each in updates.items()),
                 rewritten=bool(self._ops),
             ),
