@@ -220,6 +220,15 @@ def test_what_micro_batches_do_not_determine_is_not_left_from_before() -> None:
             use(planned.hidden)
 
 
+def test_what_summed_micro_batches_would_set_is_not_left_from_before() -> None:
+    net = Storing()
+    summed = sw.Pipeline(net, 2, loss_reduction="sum")
+    planned: Any = sw.parallelize(net, sw.plan(summed, (BATCH,), devices=1), copy=True)
+    planned.train_step(BATCH)
+    with pytest.raises(PlanError, match="'hidden' is set by `forward`"):
+        planned.hidden.detach()
+
+
 def test_a_plan_is_for_the_attributes_that_it_was_made_with() -> None:
     net = Net()
     plan = sw.plan(net, (BATCH,), devices=1)

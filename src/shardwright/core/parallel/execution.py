@@ -114,7 +114,10 @@ class Execution(ModelCalls):
             losses.append(results.loss)
             outputs = self._assemble_outputs(step_call.bound.step, results.outputs, stored)
             outputs.setdefault(loss.name, results.loss)
-            missing = Unavailable("a training step with micro-batches returns the loss only")
+            missing = Unavailable(
+                "a training step with micro-batches returns the loss only\n"
+                "store the value in an attribute in `forward`, or call the model"
+            )
             leaves = [
                 outputs.get(leaf.name, missing) if isinstance(leaf, Value) else leaf
                 for leaf in graph.outputs

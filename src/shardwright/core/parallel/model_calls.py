@@ -83,13 +83,8 @@ class ModelCalls(Recapture):
     ) -> None:
         super().__init__(module, template, partitioned, devices, hooks)
         partitioned, graph = self.partitioned, self.partitioned.graph
-        pipeline = partitioned.pipeline
-        if (
-            pipeline.micro_batches > 1
-            and not pipeline.averages_micro_batches
-            and graph.python is not None
-            and graph.python.depends_on_calls
-        ):
+        depends_on_calls = graph.python is not None and graph.python.depends_on_calls
+        if depends_on_calls and partitioned.pipeline.sums_micro_batches:
             raise PlanError(ONCE_PER_BATCH)
         self.captured_hooks = nn.Module()
         """Owner of the root module's forward hooks, and of a `forward` set on its instance, both of

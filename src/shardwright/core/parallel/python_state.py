@@ -65,7 +65,8 @@ class SetByForward(Unavailable):
         attribute = f"{path}.{name}".removeprefix(".")
         super().__init__(
             f"attribute {attribute!r} is set by `forward`, but this program of the model runs"
-            " operators only\nplan with stages=1, or return its value from `forward`"
+            " operators only\n"
+            "plan with stages=1 and loss_reduction='mean', or return its value from `forward`"
         )
 
 

@@ -101,9 +101,8 @@ class Recapture:
 
     @property
     def _attributes_set_by_forward(self) -> Collection[tuple[str, str, str]]:
-        """The entries of `Graph.attributes` that `forward` sets; none with several stages, which
-        own different operators of a capture than planned."""
-        if self.partitioned.pipeline.stages > 1:
+        """The entries of `Graph.attributes` that `forward` sets, if a later capture stores them."""
+        if self._divides_python:
             return ()
         return [entry for entry in self.partitioned.graph.attributes if entry[2] == SET]
 
@@ -233,12 +232,8 @@ class Recapture:
             return graph
 
     def _capture_with_guards(self, call: CapturedCall) -> Graph | None:
-        """Capture the model with guards on all Python state that it reads; None if that fails.
-
-        A model in several stages is not captured with guards: names of its operators, by which they
-        are assigned to stages, may differ from those of the plan.
-        """
-        if self._runs_without_guards:
+        """Capture the model with guards on all Python state that it reads; None if that fails."""
+        if self._divides_python or self._contains_root_hooks:
             return None
         dtype = self.partitioned.graph.compute_dtype
         # Guards would see the attributes that `explain_calls_of_parts` sets.
@@ -252,12 +247,14 @@ class Recapture:
         return graph
 
     @property
-    def _runs_without_guards(self) -> bool:
-        """Whether the model cannot be captured with guards, or summed losses of micro-batches make
-        its Python code run once per micro-batch."""
+    def _divides_python(self) -> bool:
+        """Whether no later capture with guards can run the model's Python code once per batch.
+
+        Its operators may have other names than those that the plan assigns to stages, and summed
+        micro-batches are calls of their own.
+        """
         pipeline = self.partitioned.pipeline
-        sums = pipeline.micro_batches > 1 and not pipeline.averages_micro_batches
-        return pipeline.stages > 1 or sums or self._contains_root_hooks
+        return pipeline.stages > 1 or pipeline.sums_micro_batches
 
     @property
     def _contains_root_hooks(self) -> bool:
@@ -273,8 +270,8 @@ class Recapture:
                 itself.
             CaptureError: if the model cannot be captured with guards.
         """
-        if self._runs_without_guards:
-            cause = "plan with stages=1"
+        if self._divides_python or self._contains_root_hooks:
+            cause = "plan with stages=1 and loss_reduction='mean'"
             if self._contains_root_hooks:
                 cause = "move the hook of the model itself to a submodule"
             raise PlanError(

@@ -56,6 +56,12 @@ class PipelineSpec:
         return self.micro_batches > 1 and self.loss_reduction == "mean"
 
     @property
+    def sums_micro_batches(self) -> bool:
+        """Whether the loss of a step is the sum of the losses of several micro-batches, each a call
+        of its own."""
+        return self.micro_batches > 1 and not self.averages_micro_batches
+
+    @property
     def num_chunks(self) -> int:
         """Number of chunks of all stages."""
         return self.stages * self.chunks
