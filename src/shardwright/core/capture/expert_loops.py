@@ -25,7 +25,7 @@ from shardwright.core.capture.equal_nodes import EqualNodes
 from shardwright.core.capture.expert_template import LINEAR_LAYERS, ExpertTemplate
 from shardwright.core.capture.fx_nodes import is_tensor, remove_dead
 from shardwright.core.capture.naming import line_of
-from shardwright.core.capture.padded_rows import restore_rows, select_rows
+from shardwright.core.capture.padded_reads import restore_rows, select_rows
 from shardwright.core.capture.routed_products import fold_routed_products
 from shardwright.core.capture.row_layouts import NoTemplateError, find_experts_of_masks
 from shardwright.errors import CaptureError

@@ -22,7 +22,7 @@ from shardwright.core.capture.constant_rows import (
 )
 from shardwright.core.capture.equal_nodes import EqualNodes
 from shardwright.core.capture.fx_nodes import insert, is_tensor, node_arguments, node_shape, tensor
-from shardwright.core.capture.padded_rows import restore_rows, select_rows
+from shardwright.core.capture.padded_reads import restore_rows, select_rows
 from shardwright.core.capture.routed_products import routed_product
 from shardwright.core.capture.row_factors import find_row_dims, find_row_factor
 from shardwright.core.capture.row_layouts import NoTemplateError, RowLayout

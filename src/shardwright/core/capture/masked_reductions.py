@@ -19,7 +19,7 @@ from shardwright.core.capture.fx_nodes import (
     tensor,
 )
 from shardwright.core.capture.naming import line_of
-from shardwright.core.capture.padded_rows import restore_rows, select_rows
+from shardwright.core.capture.padded_reads import restore_rows, select_rows
 from shardwright.core.capture.selected_rows import SelectedRows, refusal
 from shardwright.core.graph import custom_ops
 from shardwright.core.rules.notation import schema_parameters

@@ -33,7 +33,7 @@ from shardwright.core.capture.fx_nodes import (
     tensor,
 )
 from shardwright.core.capture.naming import line_of
-from shardwright.core.capture.padded_rows import restore_rows, select_rows
+from shardwright.core.capture.padded_reads import restore_rows, select_rows
 from shardwright.core.graph.graph import Op, Value
 from shardwright.core.graph.local_map import LocalCall
 from shardwright.core.rules import rule_of
