@@ -115,8 +115,10 @@ class Execution(ModelCalls):
             outputs = self._assemble_outputs(step_call.bound.step, results.outputs, stored)
             outputs.setdefault(loss.name, results.loss)
             missing = Unavailable(
-                "a training step with micro-batches returns the loss only\n"
-                "store the value in an attribute in `forward`, or call the model"
+                PlanError(
+                    "a training step with micro-batches returns the loss only\n"
+                    "store the value in an attribute in `forward`, or call the model"
+                )
             )
             leaves = [
                 outputs.get(leaf.name, missing) if isinstance(leaf, Value) else leaf

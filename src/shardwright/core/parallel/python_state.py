@@ -64,9 +64,11 @@ class SetByForward(Unavailable):
     def __init__(self, path: str, name: str) -> None:
         attribute = f"{path}.{name}".removeprefix(".")
         super().__init__(
-            f"attribute {attribute!r} is set by `forward`, but this program of the model runs"
-            " operators only\n"
-            "plan with stages=1 and loss_reduction='mean', or return its value from `forward`"
+            PlanError(
+                f"attribute {attribute!r} is set by `forward`, but this program of the model runs"
+                " operators only\n"
+                "plan with stages=1 and loss_reduction='mean', or return its value from `forward`"
+            )
         )
 
 

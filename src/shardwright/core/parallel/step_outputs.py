@@ -20,6 +20,7 @@ from shardwright.core.partition.chunk import Chunk
 from shardwright.core.partition.partitioned import Partitioned
 from shardwright.core.runtime.devices import Devices
 from shardwright.core.runtime.dtensor import as_dtensor
+from shardwright.errors import PlanError
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class StepOutputs:
             A full tensor on every rank; `Unavailable` if the output mixes samples.
         """
         if value.name in batch_reduction(self.partitioned.graph).mixed:
-            return Unavailable(self._describe_mixed_output(value))
+            return Unavailable(self._make_error_of_mixed_output(value))
         output = self._assemble_global_output(value, local_outputs)
         axes = self.partitioned.local_outputs.get(value.name)
         if axes is None:
@@ -57,10 +58,10 @@ class StepOutputs:
         layout = TensorLayout(self.devices.matrix, axes)
         return output[layout.slices(self.devices.rank, tuple(output.shape))]
 
-    def _describe_mixed_output(self, value: Value) -> str:
+    def _make_error_of_mixed_output(self, value: Value) -> PlanError:
         op = self.partitioned.graph.producer.get(value)
         where = f" ({op.source})" if op is not None and op.source else ""
-        return (
+        return PlanError(
             f"{value.name!r}{where} mixes samples, so that micro-batches do not determine it for"
             " the batch\nplan with micro_batches=1, or compute it from outputs of the model"
         )

@@ -9,14 +9,14 @@ from shardwright.errors import PlanError
 
 
 class Unavailable:
-    """Placeholder of a value that a program does not compute; every use raises a `PlanError`.
+    """Placeholder of a value that a program does not compute.
 
     Args:
-        message: text of the error.
+        error: the error that every use raises.
     """
 
-    def __init__(self, message: str) -> None:
-        self._message = message
+    def __init__(self, error: PlanError) -> None:
+        self._error = error
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # Python looks up optional protocol methods.
@@ -24,7 +24,8 @@ class Unavailable:
         self._refuse_use()
 
     def _refuse_use(self, *_: object) -> NoReturn:
-        raise PlanError(self._message)
+        # Else the error would collect the frames of every use.
+        raise self._error.with_traceback(None)
 
     @classmethod
     def __torch_function__(
@@ -55,4 +56,4 @@ def error_of_use(error: Exception, values: Any) -> PlanError | None:
         return None
     placeholders = (leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Unavailable))
     first = next(placeholders, None)
-    return None if first is None else PlanError(first._message)
+    return None if first is None else first._error.with_traceback(None)
