@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwright as sw
-from shardwright.core.parallel import execution
+from shardwright.core.parallel import model_calls
 
 
 class Scored(nn.Module):
@@ -131,7 +131,7 @@ def test_of_many_shapes_the_one_not_used_for_longest_is_forgotten_and_captured_a
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    monkeypatch.setattr(execution, "MAX_CACHED_PROGRAMS", 3)
+    monkeypatch.setattr(model_calls, "MAX_CACHED_PROGRAMS", 3)
     net, parallel = planned(X, labels=LABELS)
     for rows in (1, 2, 3, 4, 3, 1, 3, 6):
         x = torch.randn(rows, 4)
