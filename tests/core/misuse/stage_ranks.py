@@ -6,6 +6,7 @@ import io
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -140,6 +141,31 @@ def check_distributed_checkpoints_have_all_ranks() -> None:
         torch.testing.assert_close(values(other), values(net), rtol=0, atol=0)
 
 
+def check_a_stage_without_parameters_has_an_optimizer() -> None:
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Softmax(-1))
+    eager, net = (sw.WithLoss(deepcopy(layers), nn.MSELoss()) for _ in range(2))
+    stages = {"net.0": 0, "net.1": 1, "net.2": 1}
+    plan = sw.plan(net, batch(), devices=2, micro_batches=2, stage_config=stages)
+    planned = sw.parallelize(net, plan)
+    optimizers = [torch.optim.AdamW(eager.parameters()), torch.optim.AdamW(planned.parameters())]
+    schedules = [torch.optim.lr_scheduler.ExponentialLR(each, 0.5) for each in optimizers]
+    for _ in range(2):
+        eager(*batch()).backward()
+        planned.train_step(*batch())
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        for schedule in schedules:
+            schedule.step()
+    torch.testing.assert_close(values(planned), dict(eager.state_dict()))
+    with common_folder() as folder:
+        sw.save_checkpoint(folder, planned, optimizers[1], position=sw.Position(2))
+        sw.load_checkpoint(folder, planned, torch.optim.AdamW(planned.parameters()))
+    with pytest.raises(sw.PlanError, match=r"`LBFGS`"):
+        torch.optim.LBFGS(planned.parameters()).step(lambda: 0.0)
+
+
 def check_ranks_collect_their_stages() -> None:
     net = in_stages()
     wanted, states = values(net), [{}, {}]
@@ -165,6 +191,7 @@ CHECKS = (
     check_a_wrapper_of_the_model_is_like_it,
     check_distributed_checkpoints_have_all_ranks,
     check_ranks_collect_their_stages,
+    check_a_stage_without_parameters_has_an_optimizer,
 )
 
 

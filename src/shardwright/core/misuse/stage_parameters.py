@@ -1,12 +1,14 @@
-"""Reject optimizer steps and state dicts that would cover only one pipeline stage."""
+"""Optimizers of pipeline stages: without parameters, or with a step or state dict of one stage."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from functools import cache, wraps
 from itertools import chain
 from typing import Any
 from weakref import WeakSet
 
+from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -19,10 +21,13 @@ from shardwright.errors import PlanError
 @cache
 def watch_optimizers_of_stages() -> None:
     """Reject LBFGS over the parameters of one stage, pickling the state dict of a stage's
-    optimizer, and loading this state dict into an optimizer over other parameters.
+    optimizer, and loading this state dict into an optimizer over other parameters; accept
+    optimizers without parameters, as a stage may lack those of a module, or all.
 
     Applies to all optimizers of this process, from their first step on.
     """
+    initialize: Callable[..., None] = Optimizer.__init__
+    setattr(Optimizer, initialize.__name__, _accepting_no_parameters(initialize))
     # Weak, so that optimizers can be freed.
     checked = WeakSet[Optimizer]()
 
@@ -35,11 +40,7 @@ def watch_optimizers_of_stages() -> None:
         parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
         is_of_stage = not stage_ids.isdisjoint(map(id, parameters))
         if is_of_stage and isinstance(optimizer, LBFGS):
-            raise PlanError(
-                f"`LBFGS`{user_line()} needs the gradients of all parameters, but with pipeline"
-                " stages a rank has only the gradients of its own stage\n"
-                "plan without pipeline stages, or use another optimizer"
-            )
+            raise _make_lbfgs_error()
         # After the check, so that each step of a refused optimizer raises the error.
         checked.add(optimizer)
         if is_of_stage:
@@ -70,3 +71,33 @@ def watch_optimizers_of_stages() -> None:
             ) from error
 
     setattr(Optimizer, load.__name__, load_or_explain)
+
+
+def _accepting_no_parameters(initialize: Callable[..., None]) -> Callable[..., None]:
+    """Return `Optimizer.__init__` that makes an empty group of an empty list of parameters, which
+    PyTorch rejects, in a process with a planned model in stages.
+
+    Args:
+        initialize: `Optimizer.__init__` of PyTorch.
+    """
+
+    @wraps(initialize)
+    def initialize_or_leave_empty(
+        optimizer: Optimizer, params: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        if isinstance(params, Iterable) and not isinstance(params, Tensor) and stage_models():
+            params = list(params)
+            if not params and isinstance(optimizer, LBFGS):
+                raise _make_lbfgs_error()
+            params = params or [{"params": []}]
+        initialize(optimizer, params, *args, **kwargs)
+
+    return initialize_or_leave_empty
+
+
+def _make_lbfgs_error() -> PlanError:
+    return PlanError(
+        f"`LBFGS`{user_line()} needs the gradients of all parameters, but with pipeline"
+        " stages a rank has only the gradients of its own stage\n"
+        "plan without pipeline stages, or use another optimizer"
+    )
