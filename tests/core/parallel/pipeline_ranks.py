@@ -337,6 +337,9 @@ class Returning(nn.Module):
             "spread of inputs": x.std(),
             "positions": torch.arange(len(x)),
             "reversed": x.flip(0),
+            # Dtypes that gloo does not know.
+            "codes": (9 * logits.detach()).to(torch.int16),
+            "octets": hidden.detach().to(torch.float8_e5m2),
             "spread": logits.std(),
         }
 
@@ -351,6 +354,7 @@ def check_outputs_are_those_of_the_batch() -> None:
     spread, _ = outputs.pop("spread"), wanted.pop("spread")
     with pytest.raises(sw.PlanError, match=r"'std.*' .* mixes samples"):
         spread + 1
+    assert torch.equal(outputs.pop("octets").float(), wanted.pop("octets").float())
     torch.testing.assert_close(outputs, wanted)
 
 

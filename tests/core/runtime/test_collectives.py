@@ -13,8 +13,9 @@ from shardwright.core.layout.collective_spec import COLLECTIVES, all_to_all_v_ax
 from shardwright.core.layout.layout import Layout, TensorLayout
 from shardwright.core.layout.redistribution import RedistributionStep, redistribution_steps
 from shardwright.core.parallel.simulate_ranks import ByteCounter, assemble_shards, simulated_devices
-from shardwright.core.runtime.collectives import BINDINGS, bind, sendable
+from shardwright.core.runtime.collectives import BINDINGS, bind
 from shardwright.core.runtime.overlap import FinishCollective, StartCollective
+from shardwright.core.runtime.sent_dtypes import sendable
 from torchrun import torchrun
 
 MATRICES = ((2, 2), (2, 3), (2, 2, 2))

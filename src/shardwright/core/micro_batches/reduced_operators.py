@@ -38,7 +38,7 @@ def states_from_reduced_inputs(flow: SampleFlow, op: Op) -> list[SampleState]:
     # Rounding, comparisons and indices are not linear; sums of integers are.
     dtypes = [value.dtype for value in (*op.outputs, *reduced)]
     is_integer = not any(each.is_floating_point or each == torch.bool for each in dtypes)
-    if not (is_integer or all(value.dtype.is_floating_point for value in op.outputs)):
+    if not is_integer and not all(_keeps_sums(value.dtype) for value in op.outputs):
         raise nonlinear
     if name in ADDITIVE:
         # A condition or a weight selects, so only the other two operands are linear.
@@ -60,6 +60,12 @@ def states_from_reduced_inputs(flow: SampleFlow, op: Op) -> list[SampleState]:
         raise nonlinear
     flow.result.emit(op, [None] * len(op.inputs), flow.outside)
     return [flow.states[reduced[0]]] * len(op.outputs)
+
+
+def _keeps_sums(dtype: torch.dtype) -> bool:
+    """Whether a sum of terms in `dtype` is the sum in `dtype`, up to rounding errors."""
+    # Two or three bits of mantissa: PyTorch does not add 8-bit numbers either.
+    return dtype.is_floating_point and dtype.itemsize > 1
 
 
 def _can_be_shared_exactly(flow: SampleFlow, op: Op, operands: list[Value]) -> bool:

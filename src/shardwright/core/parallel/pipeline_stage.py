@@ -44,6 +44,7 @@ from shardwright.core.partition.pipeline_spec import PipelineSpec
 from shardwright.core.runtime.devices import Devices
 from shardwright.core.runtime.named_ranges import PASSES, SCHEDULE, wrap_pass
 from shardwright.core.runtime.random import micro_batch_seed
+from shardwright.core.runtime.sent_dtypes import broadcast
 from shardwright.core.torch_internals.pipelining import (
     SENDS_ONLY_GRADIENTS,
     PipelineStageBase,
@@ -282,7 +283,7 @@ class RankStages:
             )
             with self.devices.waits.measure():
                 group = self.devices.peers_of_stages(stages)
-                dist.broadcast(value, group=group, group_src=stages.index(source))
+                broadcast(value, group, stages.index(source))
             updated[name] = value
         return updated
 
@@ -390,7 +391,7 @@ class RankStages:
 
     def _broadcast_from_stage(self, stage: int, tensor: Tensor) -> None:
         with self.devices.waits.measure():
-            dist.broadcast(tensor, group=self.devices.peers_of_all_stages, group_src=stage)
+            broadcast(tensor, self.devices.peers_of_all_stages, stage)
 
 
 def groups_of(partitioned: Partitioned) -> tuple[tuple[int, ...], ...]:

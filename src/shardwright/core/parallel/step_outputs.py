@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.core.graph.graph import Value, WholeBatch
@@ -20,6 +19,7 @@ from shardwright.core.partition.chunk import Chunk
 from shardwright.core.partition.partitioned import Partitioned
 from shardwright.core.runtime.devices import Devices
 from shardwright.core.runtime.dtensor import as_dtensor
+from shardwright.core.runtime.sent_dtypes import broadcast
 from shardwright.errors import PlanError
 
 
@@ -105,7 +105,7 @@ class StepOutputs:
             output = torch.empty(shape, dtype=value.dtype, device=self.devices.device)
         # Ranks of other stages know the shape, so one broadcast suffices.
         if self.partitioned.pipeline.stages > 1:
-            dist.broadcast(output, group=self.devices.peers_of_all_stages, group_src=chunk.stage)
+            broadcast(output, self.devices.peers_of_all_stages, chunk.stage)
         return output
 
     def _concatenation_dim(self, value: Value) -> int | None:

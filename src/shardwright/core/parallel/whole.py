@@ -17,6 +17,7 @@ from shardwright.core.parallel.module import ParallelModule
 from shardwright.core.parallel.module_wrapper import wrapped_model
 from shardwright.core.runtime.dtensor import detached_local
 from shardwright.core.runtime.rank_calls import collective_call
+from shardwright.core.runtime.sent_dtypes import broadcast
 from shardwright.core.torch_internals.dtensor import local_part_of
 from shardwright.core.torch_internals.hooks import add_forward_hooks, swap_forward_hooks
 from shardwright.core.torch_internals.tensors import version
@@ -162,7 +163,7 @@ def _gather_tensor_from_owning_stage(
         tensor = tensor.contiguous()
         # Parameters that no operator reads belong to the first stage.
         source = execution.partitioned.first_stages.get(name, 0)
-        dist.broadcast(tensor, group=devices.peers_of_all_stages, group_src=source)
+        broadcast(tensor, devices.peers_of_all_stages, source)
     assert tensor is not None
     return tensor
 

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from shardwright.core.partition.parameter_buckets import Bucket, varying_axes
-from shardwright.core.runtime.collectives import complete, sendable, slice_block
+from shardwright.core.runtime.collectives import complete, slice_block
 from shardwright.core.runtime.devices import Devices, Group, Index
+from shardwright.core.runtime.sent_dtypes import reducible, sendable
 from shardwright.core.torch_internals.compiled import is_compiling
 from shardwright.core.torch_internals.distributed import functional_collectives as c10d
 
@@ -148,7 +149,7 @@ class BoundBucket:
                 rows = [gather.group.order.index(rank) for rank in range(gather.group.size)]
                 blocks = torch.stack([blocks[row] for row in rows])
             name = gather.group.name
-            unreduced = sendable(blocks.view(-1))
+            unreduced = reducible(blocks.view(-1))
             flat = c10d.reduce_scatter_tensor(unreduced, "sum", gather.group.size, name)
             flat = self._complete_if_complex(flat)
             is_pending = True
@@ -314,7 +315,7 @@ def _start_gradient_all_reduce(flat: Tensor, group: Group, in_place: bool) -> Te
     """
     # In place saves a buffer. Compiled graphs are functional; Inductor reuses buffers itself.
     if in_place and not is_compiling():
-        out: Tensor = c10d.all_reduce_(sendable(flat), "sum", group.name)
+        out: Tensor = c10d.all_reduce_(reducible(flat), "sum", group.name)
     else:
-        out = c10d.all_reduce(sendable(flat), "sum", group.name)
+        out = c10d.all_reduce(reducible(flat), "sum", group.name)
     return out

@@ -31,6 +31,7 @@ from shardwright.core.rules.rule import GATHER, MIRROR, NEXT, PREVIOUS, RING, Re
 from shardwright.core.runtime.collective_errors import program_line
 from shardwright.core.runtime.devices import Devices, Group, Index
 from shardwright.core.runtime.exposed_communication import WaitTimer
+from shardwright.core.runtime.sent_dtypes import reducible, restored, sendable
 from shardwright.core.torch_internals.compiled import is_compiling
 from shardwright.core.torch_internals.distributed import functional_collectives as c10d
 
@@ -73,7 +74,7 @@ def blocking(function: TensorFunction) -> Collective:
 def all_reduce(group: Group, operation: str = "sum") -> Collective:
     """Return an all-reduce over `group`; `operation` is "sum" or "max"."""
     return Collective(
-        lambda x: c10d.all_reduce(sendable(x), operation, group.name),
+        lambda x: c10d.all_reduce(reducible(x), operation, group.name),
         _make_finish_for_final_shape(group),
     )
 
@@ -96,7 +97,7 @@ def reduce_scatter(dim: int, group: Group) -> Collective:
         # The collective splits along dimension 0, in the order of the group's ranks.
         if dim != 0 or not group.in_order:
             x = torch.cat(_order_blocks_by_rank(x.chunk(group.size, dim), group), 0)
-        out: Tensor = c10d.reduce_scatter_tensor(sendable(x), "sum", group.size, group.name)
+        out: Tensor = c10d.reduce_scatter_tensor(reducible(x), "sum", group.size, group.name)
         return out
 
     return Collective(start, _make_finish_for_final_shape(group))
@@ -200,20 +201,10 @@ def wait(x: Tensor, waits: WaitTimer) -> Tensor:
         return c10d.wait_tensor(x)  # type: ignore[no-any-return]
 
 
-def sendable(x: Tensor) -> Tensor:
-    """Return `x` in a form that all backends can send: contiguous, with conjugate and negative bits
-    resolved, and with complex numbers as pairs of real numbers."""
-    # Conjugation and negation are bits of a tensor, of which its memory knows nothing.
-    x = x.contiguous().resolve_conj().resolve_neg()
-    return torch.view_as_real(x) if x.is_complex() else x
-
-
 def complete(x: Tensor, dtype: torch.dtype, group: Group) -> Tensor:
-    """Wait for `x`, the pending result of a collective on a `sendable` tensor; return the result in
-    `dtype`, the dtype of the tensor before `sendable`."""
-    out = wait(x, group.waits)
-    # Already complex if an earlier call has completed it.
-    return torch.view_as_complex(out) if dtype.is_complex and not out.is_complex() else out
+    """Wait for `x`, the pending result of a collective on a `sendable` or `reducible` tensor;
+    return the result in `dtype`, the dtype of the tensor before."""
+    return restored(wait(x, group.waits), dtype)
 
 
 def identity(x: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
+from shardwright.core.runtime.sent_dtypes import broadcast
 from shardwright.core.torch_internals import pytree
 from shardwright.core.torch_internals.dtensor import local_tensor, spec_of
 from shardwright.core.torch_internals.dtensor_dispatch import have_same_layout
@@ -44,7 +45,7 @@ def broadcast_from_first_rank(tensor: Tensor, mesh: DeviceMesh) -> None:
     """Broadcast a tensor from the first rank of the mesh to all ranks, once per mesh axis."""
     # Axis after axis, so that in the end all ranks have the tensor of the rank at coordinates 0.
     for dim in range(mesh.ndim):
-        torch.distributed.broadcast(tensor, group=mesh.get_group(dim), group_src=0)
+        broadcast(tensor, mesh.get_group(dim), 0)
 
 
 def compute_on_shards(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

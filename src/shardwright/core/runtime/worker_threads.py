@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
+from shardwright.core.runtime.sent_dtypes import sent_dtype
 from shardwright.core.torch_internals.distributed import functional_collectives
 
 
@@ -59,9 +60,10 @@ def _all_gather_on_cpu(x: Tensor, size: int, name: str) -> Tensor:
         return torch.view_as_complex(
             _all_gather_on_cpu(torch.view_as_real(x.resolve_conj()), size, name)
         )
-    out = x.new_empty((x.shape[0] * size, *x.shape[1:]))
-    gathered: Tensor = functional_collectives.all_gather_into_tensor_out(x, size, name, out=out)
-    return gathered
+    sent = x.view(sent_dtype(x.dtype))
+    out = sent.new_empty((x.shape[0] * size, *x.shape[1:]))
+    gathered: Tensor = functional_collectives.all_gather_into_tensor_out(sent, size, name, out=out)
+    return gathered.view(x.dtype)
 
 
 def _all_gather_list_on_cpu(tensors: list[Tensor], size: int, name: str) -> list[Tensor]:
