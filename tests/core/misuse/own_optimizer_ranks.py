@@ -178,6 +178,16 @@ class Transposing(OwnOptimizer):
         p.data.add_(grad.unsqueeze(0).squeeze_(0), alpha=-lr)
 
 
+class Overwriting(OwnOptimizer):
+    """Copies gradients into memory that had other contents on each rank."""
+
+    def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], lr: float) -> None:
+        copied = torch.full(p.shape, float(dist.get_rank())).copy_(grad)
+        scaled = torch.full(p.shape, float(dist.get_rank()))
+        torch.mul(copied / copied.norm(), grad.detach().abs() + 1, out=scaled)
+        p.sub_(scaled, alpha=lr)
+
+
 class Drawing(OwnOptimizer):
     """Draws like one device, by operators that read what they are given too."""
 
@@ -209,6 +219,7 @@ OPTIMIZERS: Mapping[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "assigned data": lambda net: AssignedData(net.parameters()),
     "sharpness-aware": lambda net: SharpnessAware(net.parameters()),
     "transposing": lambda net: Transposing(net.parameters()),
+    "overwriting": lambda net: Overwriting(net.parameters()),
     "drawing": lambda net: Drawing(net.parameters()),
     "noisy": lambda net: Noisy(net.parameters()),
     "Muon and AdamW": lambda net: MuonAdamW(net.parameters(), tables=table_shapes(net)),

@@ -37,3 +37,16 @@ def test_ranks_that_train_differently_are_named_on_all_ranks(
 @pytest.mark.distributed
 def test_ranks_that_train_alike_go_on(printed: Callable[[], str]) -> None:
     assert len(re.findall("rank [01], alike.*: passed", printed())) == 10, printed()
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("case", "model"), [("factor", "WithLoss"), ("labels", "Sequential")])
+def test_ranks_that_train_a_global_output_with_different_losses_are_named_on_all_ranks(
+    case: str, model: str, printed: Callable[[], str]
+) -> None:
+    for rank in range(2):
+        error = (
+            f"rank {rank}, {case}: rank 1 and rank 0 train the output of {model} with different"
+            " losses, but every rank passes the global batch"
+        )
+        assert error in printed(), printed()

@@ -31,6 +31,7 @@ def train(
     rate: OfStep = lambda step: 0.1,
     steps: OfStep = lambda step: 1,
     clip: float = 0.0,
+    factor: float = 1.0,
     outer_loss: Callable[[Tensor], Tensor] | None = None,
     **options: Any,
 ) -> None:
@@ -38,7 +39,7 @@ def train(
     for step in range(STEPS):
         optimizer.param_groups[0]["lr"] = rate(step)
         loss = net(X, Y) if outer_loss is None else outer_loss(net(X))
-        loss.backward()
+        (factor * loss).backward()
         if clip:
             net.clip_grad_norm_(clip)
         for _ in range(int(steps(step))):
@@ -99,6 +100,10 @@ def cases(rank: int) -> dict[str, Callable[[], None]]:
         "rate": lambda: train(planned(), rate=lambda step: 0.1 * (1 + rank * (step == 1))),
         "decay": lambda: train(planned(), weight_decay=0.1 * rank),
         "step": lambda: train(planned(), steps=lambda step: not (rank and step == 1)),
+        "factor": lambda: train(planned(), factor=1.0 + rank),
+        "labels": lambda: train(
+            planned(loss=False), outer_loss=lambda z: entropy(z, (Y + rank) % 3)
+        ),
         "clip": lambda: train(planned(), clip=1.0 + rank),
     }
 

@@ -41,9 +41,8 @@ At each backward pass:
 
 - `between_outputs`: an incomplete gradient of an output from which other outputs are computed. No
   cost if the program returns the tensor that other operators read; otherwise one hook per output.
-- `gradient_guard`: ranks that pass local batches train an output of the global batch with different
-  losses. One pass over the gradient and an all-reduce, in the first 10 backward passes and 1 of
-  100.
+- `gradient_guard`: ranks train an output of the global batch with different losses. One pass over
+  the gradient and an all-reduce, in the first 10 backward passes and 1 of 100.
 
 **Not checked.** Any use on one device or inside `sw.whole`; writes to the memory of a local shard;
 calls that a periodic check skips. `core/capture` rejects changes of Python state in `forward`.

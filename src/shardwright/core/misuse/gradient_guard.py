@@ -1,9 +1,10 @@
 """Detect losses outside the model that differ between ranks.
 
-If each rank passes a local batch, an output without samples, such as the loss, is computed from the
-global batch, so its gradient must be equal on all ranks. Checksums of the gradient are compared
-where a backward pass enters the model, in the first backward passes and periodically in later
-backward passes.
+If ranks pass the global batch, the gradients of all outputs must be equal on all ranks, or the
+replicas of parameters drift apart. If each rank passes a local batch, so must the gradients of
+outputs without samples, such as the loss, which are computed from the global batch. Checksums of
+the gradient are compared where a backward pass enters the model, in the first backward passes and
+periodically in later backward passes.
 """
 
 from __future__ import annotations
@@ -19,12 +20,16 @@ from shardwright.core.agreement.collective import has_other_ranks
 from shardwright.core.misuse.batch_guard import FIRST_CALLS, PERIOD
 from shardwright.core.misuse.ranks import delay_data_errors, is_due
 from shardwright.core.runtime.devices import Devices
+from shardwright.core.runtime.rank_calls import begin_backward
 from shardwright.core.torch_internals import pytree
 from shardwright.errors import DataError
 
 TOLERANCE = 1e-3
 """Maximum difference between the checksums of two ranks, relative to the sum of the gradient's
 absolute values; not zero, because kernels add in varying order."""
+
+MAX_ELEMENTS = 2**20
+"""Number of elements of a gradient above which only a sample of about this size is compared."""
 
 
 class WatchGradient(Protocol):
@@ -33,32 +38,50 @@ class WatchGradient(Protocol):
     def __call__(self, output: Tensor, name: str) -> None: ...
 
 
-def output_names(model: str, structure: pytree.TreeSpec) -> list[str]:
-    """Return the name of each output of a call, for errors.
+def output_names(structure: pytree.TreeSpec, count: int) -> list[str]:
+    """Return the names of the `count` outputs of a program, for errors.
 
     Args:
-        model: name of the model.
-        structure: the structure of the outputs.
+        structure: structure of the model's result, whose leaves are the first outputs; the others
+            are stored in Python objects.
+        count: number of outputs.
     """
-    leaves = pytree.tree_unflatten(range(structure.num_leaves), structure)
-    paths = (pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(leaves)[0])
-    return [f"output {path} of {model}" if path else f"the output of {model}" for path in paths]
+    # Tensors, as objects of a class that this rank has not seen with tensors flatten to no leaves.
+    leaves = [torch.empty(0, device="meta") for _ in range(structure.num_leaves)]
+    try:
+        paths, _ = pytree.tree_flatten_with_path(pytree.tree_unflatten(leaves, structure))
+    except ValueError:  # a registered class without `flatten_with_keys_fn`
+        names = [f"output {index}" for index in range(len(leaves))]
+    else:
+        names = [f"output {pytree.keystr(path)}" if path else "the output" for path, _ in paths]
+    return names + ["a stored output"] * (count - len(names))
 
 
 class GradientGuard:
-    """Guard that compares the gradients of outputs between ranks."""
+    """Guard that compares the gradients of outputs between ranks.
 
-    def __init__(self, devices: Devices) -> None:
-        # A rehearsal has fake ranks, with which nothing can be compared.
-        self._active = devices.is_distributed and has_other_ranks()
+    Args:
+        devices: this rank's view of the devices.
+        has_local_batches: whether each rank passes a local batch instead of the global batch.
+    """
+
+    def __init__(self, devices: Devices, *, has_local_batches: bool) -> None:
         self._passes, self._device = 0, devices.device
+        self._has_local_batches = has_local_batches
+
+    @staticmethod
+    def of(devices: Devices, *, has_local_batches: bool) -> GradientGuard | None:
+        """Return a guard; None without other ranks, as in a rehearsal."""
+        if not devices.is_distributed or not has_other_ranks():
+            return None
+        return GradientGuard(devices, has_local_batches=has_local_batches)
 
     def watch(self, output: Tensor, name: str) -> None:
         """Compare the gradient of `output` between ranks in later backward passes.
 
         A backward pass raises `DataError`, with the output's `name`, if gradients differ.
         """
-        if self._active and output.requires_grad:
+        if output.requires_grad:
             hook = partial(self._compare_gradient_between_ranks, name)
             output.register_hook(hook)  # type: ignore[no-untyped-call]
 
@@ -66,6 +89,8 @@ class GradientGuard:
         self._passes += 1
         if not is_due(self._passes, FIRST_CALLS, PERIOD):
             return
+        # First, so that a rank that calls alone is named by its backward pass.
+        begin_backward()
         with torch.no_grad():
             # None for a loss that does not depend on this output, perhaps only on this rank.
             sums = torch.zeros(3, device=self._device)
@@ -80,15 +105,24 @@ class GradientGuard:
         # Infinite gradients may come from a loss scaler. All ranks have one table, so all raise or
         # none.
         if bool(table.isfinite().all()) and bool(is_different.any()):
-            rank = int(is_different.nonzero()[0])
             with delay_data_errors():
-                raise DataError(
-                    f"rank {rank} and rank 0 train {name} with different losses, but this output"
-                    " does not consist of samples of the local batch: it is computed from the"
-                    " global batch, so a loss of it must be the same on all ranks\nput the loss"
-                    " into the model (`sw.WithLoss`, or return it from `forward`), or gather the"
-                    " labels of all ranks (`torch.distributed.all_gather`)"
-                )
+                raise self._make_error(int(is_different.nonzero()[0]), name)
+
+    def _make_error(self, rank: int, name: str) -> DataError:
+        if self._has_local_batches:
+            return DataError(
+                f"rank {rank} and rank 0 train {name} with different losses, but this output"
+                " does not consist of samples of the local batch: it is computed from the"
+                " global batch, so a loss of it must be the same on all ranks\nput the loss"
+                " into the model (`sw.WithLoss`, or return it from `forward`), or gather the"
+                " labels of all ranks (`torch.distributed.all_gather`)"
+            )
+        return DataError(
+            f"rank {rank} and rank 0 train {name} with different losses, but every rank passes the"
+            " global batch, so the loss must be the same on all ranks\nuse the same labels,"
+            " weights and factors of the loss on every rank; to pass a local batch on each rank,"
+            " plan with `dataset_strategy='data_parallel'`"
+        )
 
 
 def _compute_gradient_checksums(gradient: Tensor) -> Tensor:
@@ -96,7 +130,9 @@ def _compute_gradient_checksums(gradient: Tensor) -> Tensor:
     position, which detects permutations; shape (3,), float32."""
     numbers = torch.view_as_real(gradient) if gradient.is_complex() else gradient
     numbers = numbers.to_dense() if numbers.is_sparse else numbers
-    flat = numbers.reshape(-1).float()
+    flat = numbers.reshape(-1)
+    # An odd stride meets all columns; a float32 copy and weights of all elements would take memory.
+    flat = flat[:: len(flat) // MAX_ELEMENTS | 1].float()
     # Cosines of the positions: bounded weights without a period in the integers.
     weights = torch.arange(1, 1 + len(flat), device=flat.device, dtype=torch.float32).cos()
     return torch.stack([flat.sum(), flat.abs().sum(), flat @ weights])

@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from shardwright.core.misuse.caller import is_called_by, optimizer_among_callers
@@ -65,6 +66,9 @@ OPTIMIZER_STEP_METHODS = frozenset(
 
 CALLS_OF_PARTS = "shardwright.core.misuse.calls_of_parts"
 
+OVERWRITING_OPERATORS = frozenset({"copy_", "_foreach_copy_", "fill_"})
+"""In-place operators that do not read what they write to."""
+
 FIRST_MIXES, PERIOD = 2, 256
 """Ordinary tensors that an operator combines with DTensors are compared between ranks in the first
 `FIRST_MIXES` calls with equal shapes, and in every `PERIOD`-th call."""
@@ -98,7 +102,8 @@ def _assign_indexed_elements(args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         return run_unless_mixed(operator, _run_operator_on_mixed_tensors, args, kwargs)
     if compute_on_shards(operator, args, kwargs):
         return args[0]
-    _check_tensors_equal_on_ranks(operator, leaves)
+    mesh = next(leaf.device_mesh for leaf in leaves if isinstance(leaf, DTensor))
+    _check_tensors_equal_on_ranks(operator, leaves, mesh)
     return compute_on_full_tensors(operator, args, kwargs)
 
 
@@ -190,6 +195,18 @@ def _find_written_tensors(
     )
 
 
+def _find_read_tensors(
+    operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[Tensor]:
+    """Return the tensors among the arguments whose values an operator reads."""
+    leaves = _find_tensor_arguments(args, kwargs)
+    is_out_variant = any(argument.is_out for argument in schema_of(operator).arguments)
+    if not is_out_variant and operator_name(operator) not in OVERWRITING_OPERATORS:
+        return leaves
+    written = {id(tensor) for tensor in _find_written_tensors(operator, args, kwargs)}
+    return [leaf for leaf in leaves if id(leaf) not in written]
+
+
 def _is_real_tensor(tensor: Tensor) -> bool:
     local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
     return not (
@@ -212,7 +229,7 @@ def _run_operator_on_mixed_tensors(
     if records or not all(map(_is_real_tensor, leaves)) or is_called_by(CALLS_OF_PARTS):
         raise _make_mixed_tensors_error(operator) from error
     mesh = next(leaf.device_mesh for leaf in leaves if isinstance(leaf, DTensor))
-    _check_tensors_equal_on_ranks(operator, leaves)
+    _check_tensors_equal_on_ranks(operator, _find_read_tensors(operator, args, kwargs), mesh)
     # An ordinary target needs the full result.
     if not all(
         isinstance(tensor, DTensor) for tensor in _find_written_tensors(operator, args, kwargs)
@@ -239,7 +256,9 @@ def _get_mixed_call_counts() -> WeakKeyDictionary[object, Counter[tuple[Any, ...
     return WeakKeyDictionary()
 
 
-def _check_tensors_equal_on_ranks(operator: OpOverload, tensors: Sequence[Tensor]) -> None:
+def _check_tensors_equal_on_ranks(
+    operator: OpOverload, tensors: Sequence[Tensor], mesh: DeviceMesh
+) -> None:
     """Check that ordinary tensors are equal on all ranks, in the first calls with equal shapes and
     periodically later.
 
@@ -248,7 +267,6 @@ def _check_tensors_equal_on_ranks(operator: OpOverload, tensors: Sequence[Tensor
     """
     # DTensor itself takes tensors of one element as replicated.
     ordinary = [x for x in tensors if not isinstance(x, DTensor) and x.numel() > 1]
-    mesh = next(tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor))
     # Counted per optimizer, so that the first steps of each are compared.
     mixes = _get_mixed_call_counts().setdefault(optimizer_among_callers() or mesh, Counter())
     key = operator, *(tuple(tensor.shape) for tensor in ordinary)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -51,6 +51,10 @@ class BoundProgram:
         """The captured Python code that runs around the graph; None if only the graph runs."""
         return self.graph.python
 
+    @cached_property
+    def _output_names(self) -> list[str]:
+        return output_names(self.graph.out_spec, len(self.graph.outputs))
+
     def wrap_outputs(
         self, outputs: Sequence[Any], model: str, watch: WatchGradient | None
     ) -> list[Any]:
@@ -63,19 +67,19 @@ class BoundProgram:
                 on all ranks; None without other ranks.
         """
         flow = self.program.communication
-        names = output_names(model, self.graph.out_spec)
-        # Outputs without a name are stored in Python objects and are not returned.
-        names += [""] * (len(outputs) - len(names))
         result = []
-        for value, tensor, name in zip(self.graph.outputs, outputs, names, strict=True):
+        for value, tensor, name in zip(
+            self.graph.outputs, outputs, self._output_names, strict=True
+        ):
             if isinstance(value, Value) and value.name in self.local_outputs:
                 # The ranks' own losses are averaged, as under `DistributedDataParallel`.
                 tensor = scale_gradient(tensor, 1 / self.local_outputs[value.name])
             elif isinstance(value, Value):
                 layout = flow.returned_layout(value)
-                # An output that a Python object stores has no name by which an error could refer to
-                # it.
-                watch_output = partial(watch, name=name) if watch is not None and name else None
+                # All ranks watch the same outputs, as each comparison is a collective.
+                watch_output = (
+                    partial(watch, name=f"{name} of {model}") if watch is not None else None
+                )
                 if layout.sharded or layout.partial:
                     # `as_dtensor` reads only the global shape of this tensor.
                     like = torch.empty(value.shape, device="meta")

@@ -100,10 +100,12 @@ class ModelCalls(Recapture):
         self._forwards: dict[tuple[Any, ...], BoundProgram] = {}
         self._train_steps: dict[tuple[Any, ...], BoundStep] = {}
         self._guard = BatchGuard(devices, graph, partitioned.decisions.arrivals)
-        self._watch_gradient: WatchGradient | None = None
-        if partitioned.decisions.arrivals:
-            # Only with local batches can ranks compute different losses, each from its own samples.
-            self._watch_gradient = GradientGuard(devices).watch
+        gradient_guard = GradientGuard.of(
+            devices, has_local_batches=bool(partitioned.decisions.arrivals)
+        )
+        self._watch_gradient: WatchGradient | None = (
+            gradient_guard.watch if gradient_guard is not None else None
+        )
         self._leaves = CallLeaves(partitioned, devices)
         leaves = tuple(argument_key(leaf) for leaf in graph.inputs)
         self._planned_specialization: tuple[Any, ...] = (
