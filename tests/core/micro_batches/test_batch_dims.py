@@ -115,3 +115,23 @@ def test_labels_alone_are_not_split_where_the_loss_mixes_samples() -> None:
 
     with pytest.raises(sw.StrategyError, match="is not linear in a mean or sum over samples"):
         sw.plan(Root(), (torch.randn(SAMPLES, 6), LABELS), devices=2, micro_batches=4)
+
+
+class TimeFirst(nn.Module):
+    """Losses of steps in time, from one call on all steps of all samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.policy = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor, actions: Tensor, rewards: Tensor) -> Tensor:
+        logits = self.policy(torch.tanh(x)).flatten(0, 1).log_softmax(-1)
+        loss = F.nll_loss(logits, actions.flatten(), reduction="none", ignore_index=1)
+        return (loss.view_as(actions) * rewards).sum(0).mean()
+
+
+def test_losses_of_steps_and_samples_in_one_list_are_told_apart() -> None:
+    batch = (torch.randn(5, 4, 6), torch.randint(3, (5, 4)), torch.randn(5, 4))
+    net, dims = TimeFirst(), {"x": 1, "actions": 1, "rewards": 1}
+    plan = sw.plan(net, batch, devices=2, micro_batches=2, batch_dims=dims)
+    assert sw.check(net, batch, None, plan).passes()

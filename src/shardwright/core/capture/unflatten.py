@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardwright.core.capture.canonicalize import insert_reshape, permutation
+from shardwright.core.capture.canonicalize import insert_permute, insert_reshape, permutation
 from shardwright.core.capture.fx_nodes import (
     insert,
     is_tensor,
@@ -254,6 +254,20 @@ def _rewrite_cross_entropy(node: fx.Node, flats: dict[fx.Node, Flat]) -> fx.Node
     return insert(node, custom_ops.cross_entropy, args)
 
 
+def _rewrite_nll_loss(node: fx.Node, flats: dict[fx.Node, Flat]) -> fx.Node | None:
+    """Rewrite `nll_loss` of each row: a sum or mean reads the flattened rows."""
+    arguments = node_arguments(node)
+    flat = _find_flattening_reshape(node, flats)
+    if arguments["reduction"] or flat is None or len(flat.inner) != 1:
+        return None
+    rank = len(flat.lead) + 1
+    # The classes are dimension 1 of the operator.
+    scores = insert_permute(flat.unflattened(node), (0, rank - 1, *range(1, rank - 1)), node)
+    target = insert_reshape(arguments["target"], flat.lead, node)
+    options = (arguments["weight"], arguments["reduction"], arguments["ignore_index"])
+    return insert(node, aten.nll_loss_nd.default, (scores, target, *options))
+
+
 def _rewrite_experts(node: fx.Node, flats: dict[fx.Node, Flat]) -> fx.Node:
     """Rewrite a mixture-of-experts operator to read unflattened tokens, expert indices and
     weights."""
@@ -355,6 +369,7 @@ _HANDLERS: dict[Any, Handler] = {
     aten.rms_norm.default: _rewrite_norm,
     aten.embedding.default: _rewrite_embedding,
     custom_ops.cross_entropy: _rewrite_cross_entropy,
+    aten.nll_loss_nd.default: _rewrite_nll_loss,
     custom_ops.experts: _rewrite_experts,
     aten.expand.default: _rewrite_expand,
     aten.topk.default: _rewrite_topk,
