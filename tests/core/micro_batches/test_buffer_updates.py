@@ -28,6 +28,7 @@ class Updating(nn.Module):
         self.count = nn.Buffer(torch.zeros((), dtype=torch.long))
         self.total = nn.Buffer(torch.ones(()))
         self.mean = nn.Buffer(torch.zeros(8))
+        self.uses = nn.Buffer(torch.ones(4, dtype=torch.long))
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         z = self.update(self, x, y, torch.tanh(self.hidden(x)))
@@ -76,9 +77,29 @@ def count_correct(net: Updating, x: Tensor, y: Tensor, z: Tensor) -> Tensor:
     return z
 
 
+def correct_and_numbers(net: Updating, x: Tensor, y: Tensor, z: Tensor) -> Tensor:
+    hits = (net.head(z).argmax(-1) == y).sum()
+    # A share of a number would be rounded.
+    net.count.add_(hits + 1, alpha=2)
+    net.count.sub_(hits - 5)
+    return z
+
+
+def histogram(net: Updating, x: Tensor, y: Tensor, z: Tensor) -> Tensor:
+    best = net.head(z).argmax(-1)
+    net.uses.index_add_(0, best, torch.ones_like(y))
+    net.uses.scatter_add_(0, (best + 1) % 4, y)
+    net.uses.index_put_((y,), torch.ones_like(best), accumulate=True)
+    net.uses += torch.bincount(best, minlength=4)
+    return z
+
+
 @pytest.mark.parametrize(
     "update",
-    [count, count_samples, average, add, spread_of_inputs, follow_weights, count_correct],
+    [
+        *(count, count_samples, average, add, spread_of_inputs, follow_weights, count_correct),
+        *(correct_and_numbers, histogram),
+    ],
 )
 def test_a_buffer_is_updated_once_per_batch(update: Update) -> None:
     net = Updating(update)
@@ -97,8 +118,8 @@ def half_of_correct(net: Updating, x: Tensor, y: Tensor, z: Tensor) -> Tensor:
     return z
 
 
-def correct_and_one(net: Updating, x: Tensor, y: Tensor, z: Tensor) -> Tensor:
-    net.count += (net.head(z).argmax(-1) == y).sum() + 1
+def number_minus_correct(net: Updating, x: Tensor, y: Tensor, z: Tensor) -> Tensor:
+    net.count.copy_(8 - (net.head(z).argmax(-1) == y).sum())
     return z
 
 
@@ -107,8 +128,7 @@ def correct_and_one(net: Updating, x: Tensor, y: Tensor, z: Tensor) -> Tensor:
     [
         (spread, r"aten.std.* mixes samples, and 'total' is updated with its result"),
         (half_of_correct, "not linear in a mean or sum over samples, and 'count' is updated"),
-        # A share of the number would be rounded.
-        (correct_and_one, "not linear in a mean or sum over samples, and 'count' is updated"),
+        (number_minus_correct, "not linear in a mean or sum over samples, and 'count' is updated"),
     ],
 )
 def test_a_buffer_that_micro_batches_do_not_determine_is_refused(update: Update, why: str) -> None:

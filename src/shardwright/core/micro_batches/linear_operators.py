@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
+import torch
+
 from shardwright.core.graph.graph import Op, Value
-from shardwright.core.micro_batches.sample_states import WHOLE, SampleState
+from shardwright.core.micro_batches.sample_states import SUM, WHOLE, SampleState
 from shardwright.core.rules.notation import call_arguments
 
 LINEAR = frozenset(
@@ -26,7 +28,10 @@ INDEXED_SUMS = frozenset({"scatter_add", "scatter_reduce", "index_add", "index_p
 
 
 def dims_of_indexed_sum(
-    op: Op, states: Mapping[Value, SampleState], outside: Collection[Value]
+    op: Op,
+    states: Mapping[Value, SampleState],
+    outside: Collection[Value],
+    free: Collection[Value],
 ) -> tuple[int | None, ...] | None:
     """Return the batch dimension of each input of an operator that adds all samples to a tensor,
     such as `index_add`; None for any other operator.
@@ -35,12 +40,17 @@ def dims_of_indexed_sum(
         op: an operator with an input that is split into micro-batches.
         states: the state of each value.
         outside: values that the prologue computes; micro-batches can read slices of these.
+        free: values that the prologue can compute.
     """
     if not _adds_rows_at_indices(op):
         return None
     base, *indices, added = op.inputs
-    # A sum over samples adds the base once, so the base must be equal in all micro-batches.
-    if states[base] != WHOLE or not base.shape or not added.shape:
+    # A sum over samples adds the base once: a value that is equal in all micro-batches, or a sum.
+    if states[base] not in (WHOLE, SUM) or not base.shape or not added.shape:
+        return None
+    # An integer cannot be divided by the number of micro-batches: the prologue passes the base to
+    # the first one.
+    if states[base] == WHOLE and not base.dtype.is_floating_point and base not in free:
         return None
     if op.short_name == "index_put":
         index_dim = dim = 0
@@ -69,7 +79,6 @@ def _adds_rows_at_indices(op: Op) -> bool:
         "scatter_reduce": arguments.get("reduce") == "sum" and arguments.get("include_self", True),
         "index_put": bool(arguments.get("accumulate")) and len(op.inputs) > 2,
     }
-    # The base is divided by the number of micro-batches, which is exact for floating-point numbers
-    # only.
-    is_float = op.output.dtype.is_floating_point
-    return op.short_name in INDEXED_SUMS and is_float and adds.get(op.short_name, True)
+    # A sum of booleans is their disjunction.
+    is_number = op.output.dtype != torch.bool
+    return op.short_name in INDEXED_SUMS and is_number and adds.get(op.short_name, True)

@@ -114,6 +114,20 @@ class MicroBatchGraph:
             )
         return self.shares[value]
 
+    def pass_to_first(self, number: int, reader: Op) -> Value:
+        """Return a scalar that is `number` in the first micro-batch, and 0 in all others.
+
+        Args:
+            number: an integer that `reader` adds.
+            reader: the operator that reads the result.
+        """
+        dtype = reader.output.dtype
+        made = Value(self._make_unique_name(f"{reader.name}_number"), (), dtype)
+        arguments = ([], number), {"dtype": dtype}
+        full = Op(made.name, aten.full.default, *arguments, (made,), reader.module, reader.source)
+        self.counts.append(full)
+        return self.take(made, FIRST)
+
     def _get_micro_batch_value(self, value: Value, reader: Op) -> Value:
         micro_value = self.replaced.get(value, self.pair.values.get(value))
         if micro_value is None:

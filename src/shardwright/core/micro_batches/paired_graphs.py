@@ -145,7 +145,8 @@ class PairedGraphs:
             if op is None:
                 why = "the model calls the operator for a micro-batch, but not for the full batch"
                 raise UnsplittableError(micro_op, why)
-            read = zip(op.inputs, micro_op.inputs, made.inputs, strict=True)
+            # A number may have become a tensor, the last input of `made` only.
+            read = zip(op.inputs, micro_op.inputs, made.inputs, strict=False)
             # An argument that was replaced is right by construction.
             paired = all(twin is not arg or self.are_paired(v, twin) for v, twin, arg in read)
             if not paired or not _have_equal_arguments_except_numbers(op, micro_op):

@@ -17,6 +17,9 @@ from shardwright.core.micro_batches.sample_states import (
 from shardwright.core.micro_batches.shared_operators import CONSTANT
 from shardwright.core.rules.notation import call_arguments
 
+TENSOR_SUMS = frozenset({torch.ops.aten.add.Tensor, torch.ops.aten.sub.Tensor})
+"""Operators that take a number or a tensor as their argument `other`."""
+
 
 def states_from_reduced_inputs(flow: SampleFlow, op: Op) -> list[SampleState]:
     """Return the `SampleState` of each output of an operator that reads means or sums of samples.
@@ -72,8 +75,10 @@ def _can_be_shared_exactly(flow: SampleFlow, op: Op, operands: list[Value]) -> b
     """Whether `op`, an operator in `ADDITIVE`, adds to sums of integers only integers that the
     prologue computes."""
     arguments = call_arguments(op)
-    numbers = [arguments.get(name) for name in ("self", "input", "other")]
-    return not any(isinstance(each, (int, float)) for each in numbers) and all(
+    names = ("self", "input", "other")
+    # A number becomes a tensor that the prologue passes to one micro-batch.
+    numbers = {name for name in names if isinstance(arguments.get(name), (int, float))}
+    return (not numbers or (numbers == {"other"} and op.target in TENSOR_SUMS)) and all(
         flow.states[value] == SUM or (value in flow.free and not value.dtype.is_floating_point)
         for value in operands
     )
@@ -98,8 +103,11 @@ def _infer_additive_output_state(flow: SampleFlow, op: Op, operands: list[Value]
     shared = flow.shared_values([v for v in operands if flow.states[v] != SUM])
     arguments = call_arguments(op)
     # Numbers such as the 1 of `x + 1` too.
+    is_integer = not op.output.dtype.is_floating_point
     numbers = {
-        name: arguments[name] / flow.count
+        name: flow.result.pass_to_first(arguments[name], op)
+        if is_integer
+        else arguments[name] / flow.count
         for name in ("self", "input", "other")
         if isinstance(arguments.get(name), (int, float)) and arguments[name]
     }

@@ -72,6 +72,11 @@ def states_from_sample_inputs(flow: SampleFlow, op: Op) -> list[SampleState]:
     Raises:
         UnsplittableError: if `op` mixes samples.
     """
+    summed_dims = dims_of_indexed_sum(op, flow.states, flow.outside, flow.free)
+    # Each micro-batch adds its samples to its own term of a sum.
+    if summed_dims is not None and flow.states[op.inputs[0]] == SUM:
+        flow.result.emit(op, summed_dims, flow.outside)
+        return [SUM]
     # A micro-batch has only its own term of a sum that its samples would need completely.
     if any(flow.states[value] in (SUM, AVERAGE) for value in op.inputs):
         raise UnsplittableError(
@@ -81,9 +86,8 @@ def states_from_sample_inputs(flow: SampleFlow, op: Op) -> list[SampleState]:
     # The batch dimension is a factor of the operator, as if a mesh axis sharded it.
     factor, why = (None, NO_RULE) if rule is None else _find_batch_dim_factor(flow, op, rule)
     # The rule has no common factor for it, as several samples may be added to one row of the base.
-    summed_dims = dims_of_indexed_sum(op, flow.states, flow.outside)
     if factor is None and summed_dims is not None:
-        # Each micro-batch adds its samples to 1/n of the base.
+        # Each micro-batch adds its samples to 1/n of the base, or the first one to an integer base.
         shared = flow.shared_values(op.inputs[:1])
         flow.result.emit(op, summed_dims, flow.outside.difference(shared), shared)
         return [SUM]
