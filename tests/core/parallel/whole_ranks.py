@@ -158,7 +158,39 @@ def check_a_model_inside_is_pickled_as_the_original() -> None:
     assert net(*batch())[1] is not None
 
 
+class Scaled(nn.Module):
+    def __init__(self, scale: torch.Tensor) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("scale", scale)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.linear(x)) * self.scale
+
+
+class SharedScale(nn.Module):
+    """Two layers with one buffer under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        scale = torch.rand(8)
+        self.first, self.second = Scaled(scale), Scaled(scale)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x)).square().mean()
+
+
+def check_a_buffer_with_two_names_is_complete_on_all_stages() -> None:
+    eager, net, x = SharedScale(), SharedScale(), torch.linspace(-1, 1, 64).view(8, 8)
+    sw.parallelize(net, sw.plan(net, (x,), devices=4, stages=2, micro_batches=2))
+    with sw.whole(net):
+        assert net.first.scale is net.second.scale
+        assert torch.equal(net(x), eager(x))
+
+
 CHECKS = (
+    check_a_buffer_with_two_names_is_complete_on_all_stages,
     check_a_model_inside_is_pickled_as_the_original,
     check_methods_of_the_model_train_it_as_one_device_does,
     check_inside_of_whole_the_model_is_the_original,

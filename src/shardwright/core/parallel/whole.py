@@ -177,15 +177,26 @@ def _replace_shards(
     first_names = {id(parameter): name for name, parameter in template.named_parameters()}
     for name, planned in template.named_parameters(remove_duplicate=False):
         _replace_tensor_temporarily(net, name, parameters[first_names[id(planned)]], undo)
-    owned_buffers = dict(net.named_buffers())
-    for name, planned_buffer in template.named_buffers():
-        # One stage has all buffers in full already.
-        if execution.devices.stages > 1:
-            full_buffer = _gather_tensor_from_owning_stage(
-                execution, name, planned_buffer, owned_buffers.get(name)
-            )
-            if name not in owned_buffers:
-                _replace_tensor_temporarily(net, name, full_buffer, undo)
+    # One stage has all buffers in full already.
+    if execution.devices.stages > 1:
+        _add_buffers_of_other_stages(net, execution, undo)
+
+
+def _add_buffers_of_other_stages(net: nn.Module, execution: Execution, undo: ExitStack) -> None:
+    owned = dict(net.named_buffers(remove_duplicate=False))
+    names_of_buffer: dict[Tensor, list[str]] = {}
+    for name, planned in execution.template.named_buffers(remove_duplicate=False):
+        names_of_buffer.setdefault(planned, []).append(name)
+    for planned, names in names_of_buffer.items():
+        owned_buffer = next((owned[name] for name in names if name in owned), None)
+        # Gathered once under the first name, so that all names refer to one tensor.
+        full = _gather_tensor_from_owning_stage(
+            execution, names[0], planned, owned.get(names[0], owned_buffer)
+        )
+        for name in names:
+            if name not in owned:
+                tensor = owned_buffer if owned_buffer is not None else full
+                _replace_tensor_temporarily(net, name, tensor, undo)
 
 
 def _replace_tensor_temporarily(net: nn.Module, name: str, tensor: Tensor, undo: ExitStack) -> None:
