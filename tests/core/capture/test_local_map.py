@@ -249,5 +249,9 @@ def test_declared_buffers_may_change() -> None:
     names = [name for name, _ in net.layer.named_buffers()]
     sw.local_map(net.layer, "b _h -> b _h", buffers=names)
     check_plans(net)
+    alone = sw.local_map(Normed(), "b _h -> b _h")
+    with pytest.raises(sw.CaptureError, match="local_map of the model changes its buffer"):
+        args = (torch.randn(8, 8),)
+        sw.check(alone, args, None, sw.plan(alone, args, devices=2))
     with pytest.raises(sw.StrategyError, match="the Normed has no buffer 'u'\npass names of its"):
         sw.local_map(net.layer, "b _h -> b _h", buffers=("u",))

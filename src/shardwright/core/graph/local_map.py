@@ -369,7 +369,7 @@ class LocalCall:
         if not is_assumed:
             expected = "a tensor" if count == 1 else f"a tuple of {count} tensors"
             raise CaptureError(
-                f"local_map {self.name!r} returns {_format_container(result)}, but capture, which "
+                f"local_map {self._title} returns {_format_container(result)}, but capture, which "
                 f"could not run its code, assumed {expected}\n"
                 f"return {expected} from the `local_map`"
             )
@@ -406,7 +406,7 @@ class LocalCall:
         expected, num_changed = self._infer_local_result_types(tensors), len(self.changed)
         if len(results) != len(expected):
             raise CaptureError(
-                f"local_map {self.name!r} returns {len(results) - num_changed} tensors, but"
+                f"local_map {self._title} returns {len(results) - num_changed} tensors, but"
                 f" `{self.declaration.notation}` declares {len(expected) - num_changed}\n"
                 "declare each result, separated by commas as in `b s -> b s, b`"
             )
@@ -432,9 +432,14 @@ class LocalCall:
                 f"no input has, such as `{entry}`"
             )
         return (
-            f"local_map {self.name!r}: result {index} is {returned} on this rank, but declared as "
+            f"local_map {self._title}: result {index} is {returned} on this rank, but declared as "
             f"{declared}\n{remedy}"
         )
+
+    @property
+    def _title(self) -> str:
+        # The path of the whole model is empty.
+        return repr(self.name) if self.name else "of the model"
 
     def _format_changed_input(self, index: int) -> str:
         num_arguments = len(self.declaration.inputs)
@@ -443,14 +448,15 @@ class LocalCall:
             name = self.body.names[index - num_arguments][0]
             if index - num_arguments >= self.body.parameters:
                 return (
-                    f"local_map {self.name!r} changes its buffer {name!r} in place, which other "
-                    "ranks would not see\n"
-                    f"declare the buffer, to average its new values over shards: "
-                    f"`buffers=({name!r},)`"
+                    f"local_map {self._title} changes its buffer {name!r} in place, which"
+                    " other ranks would not see\n"
+                    "declare the buffer if the mean of its new values over shards is right, as of"
+                    f" running statistics: `buffers=({name!r},)`; else update it outside of the"
+                    " `local_map`"
                 )
             tensor_name = f"its {name!r}"
         return (
-            f"local_map {self.name!r} changes {tensor_name} in place, which other ranks would not"
+            f"local_map {self._title} changes {tensor_name} in place, which other ranks would not"
             " see\nchange a copy (`x = x.clone()`), or call the layer that changes it outside the"
             " `local_map`"
         )
