@@ -99,6 +99,10 @@ REFUSED: dict[str, tuple[Program, str]] = {
         ).sum(),
         "uses the numbers 0, 1, … of the selected rows",
     ),
+    "rows of two masks": (
+        lambda net, x, labels, mask: net.head(x)[mask, labels[~mask]].sum(),
+        "combines tensors whose sizes depend on values, such as rows of two masks",
+    ),
     "samples of equally many rows": (
         lambda net, x, labels, mask: net.hidden(x)[mask].reshape(len(x), -1).std(),
         "reshapes selected rows so that their elements mix",

@@ -85,6 +85,12 @@ def explain_export(error: Exception, hint: str, raises_alone: Callable[[], bool]
             f"{line}: capture needs a fake implementation of this operator "
             f"({message.splitlines()[0]})\nregister one by `torch.library.register_fake`"
         )
+    if "UnbackedSymbol" in type(error).__name__:
+        return (
+            f"{line}: this combines tensors whose sizes depend on values, such as rows of two"
+            " masks, and capture does not know that the sizes are equal\nselect all rows by one"
+            " mask, or compute all rows and select by `torch.where(mask, result, 0)`"
+        )
     first = (message.splitlines()[0] if message else "").removesuffix(".")
     of_arguments = isinstance(error, RuntimeError | ValueError | TypeError | IndexError)
     # Asked last, because it runs the model once more. Fake tensors have no data pointer, so that
