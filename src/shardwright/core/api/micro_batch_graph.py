@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from shardwright.core.capture.explanation import error_of_model
 from shardwright.core.graph.graph import Graph, WholeBatch
 from shardwright.core.micro_batches.batch_dims import JoinedDims
+from shardwright.core.micro_batches.batch_norms import OF_BATCH_NORMS, PER_MICRO_BATCH
 from shardwright.core.micro_batches.whole_batch import with_whole_batch
 from shardwright.core.runtime.micro_batches import (
     SPLIT_NOTE,
@@ -87,7 +88,18 @@ class MicroBatchCapture:
         if graph is None:
             assert failure is not None
             raise self._explain_capture_error(failure)
-        return graph, ()
+        return self._explain_batch_norm(graph), ()
+
+    def _explain_batch_norm(self, graph: Graph) -> Graph:
+        """Return `graph`; if a batch norm prevents the split, but is not the only reason, with the
+        reason that `batch_norm="per_micro_batch"` leaves."""
+        reason = graph.whole_batch
+        if not (self.averages and isinstance(reason, str) and reason.endswith(OF_BATCH_NORMS)):
+            return graph
+        # A remedy that the next call refuses would be of no use.
+        of_each = self._capture_with_batch_dims((), PER_MICRO_BATCH)
+        is_refused = isinstance(of_each.whole_batch, str)
+        return replace(graph, whole_batch=of_each.whole_batch) if is_refused else graph
 
     def _explain_capture_error(self, error: ShardwrightError) -> ShardwrightError:
         """Return the error to raise in place of `error`, with which the capture of a micro-batch
@@ -135,7 +147,7 @@ class MicroBatchCapture:
         # micro-batch.
         return min(captured, key=lambda each: _count_prologue_elements(each[0]), default=None)
 
-    def _capture_with_batch_dims(self, dims: SampleDims) -> Graph:
+    def _capture_with_batch_dims(self, dims: SampleDims, batch_norm: str | None = None) -> Graph:
         piece = micro_batch(self.leaves, 0, self.count, dims)
         try:
             graph = self.capture(piece)
@@ -151,7 +163,7 @@ class MicroBatchCapture:
                 return self._global_batch_graph
             return self.capture(empty_full_batch(piece, number, dims))
 
-        return with_whole_batch(graph, self.count, captured, self.batch_norm)
+        return with_whole_batch(graph, self.count, captured, batch_norm or self.batch_norm)
 
     @cached_property
     def _global_batch_graph(self) -> Graph:

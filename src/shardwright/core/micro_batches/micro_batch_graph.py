@@ -123,9 +123,9 @@ class MicroBatchGraph:
         """
         dtype = reader.output.dtype
         made = Value(self._make_unique_name(f"{reader.name}_number"), (), dtype)
-        arguments = ([], number), {"dtype": dtype}
-        full = Op(made.name, aten.full.default, *arguments, (made,), reader.module, reader.source)
-        self.counts.append(full)
+        options = {"dtype": dtype}
+        full = Op(made.name, aten.full.default, ([], number), options, (made,))
+        self.counts.append(replace(full, module=reader.module, source=reader.source))
         return self.take(made, FIRST)
 
     def _get_micro_batch_value(self, value: Value, reader: Op) -> Value:

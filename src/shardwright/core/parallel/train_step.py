@@ -18,7 +18,7 @@ from torch import Tensor
 from shardwright.core.graph.graph import Graph, Value
 from shardwright.core.lower.program import Program, lower
 from shardwright.core.micro_batches.analysis import UPDATED_BY_RESULT
-from shardwright.core.micro_batches.batch_norms import AVERAGES_ALL, NORMALIZES_ALL
+from shardwright.core.micro_batches.batch_norms import OF_BATCH_NORMS
 from shardwright.core.micro_batches.buffer_updates import BufferUpdates
 from shardwright.core.micro_batches.paired_graphs import DEPENDENCES_ON_SIZE
 from shardwright.core.parallel.unsharded_parameters import UnshardedParameters
@@ -133,8 +133,7 @@ def check_loss_of_batch(graph: Graph, micro_batches: int) -> None:
     loss_of(graph)
     # `whole_batch` is the reason why the loss cannot be split, whose wording selects the advice:
     # from the most specific one to the last, which fits all.
-    reasons = (NORMALIZES_ALL, AVERAGES_ALL)
-    if isinstance(graph.whole_batch, str) and graph.whole_batch.endswith(reasons):
+    if isinstance(graph.whole_batch, str) and graph.whole_batch.endswith(OF_BATCH_NORMS):
         raise MixedSamplesError(
             f"micro_batches={micro_batches}: cannot split the batch: {graph.whole_batch}"
             "\nplan with batch_norm='per_micro_batch', which takes the statistics from each"
