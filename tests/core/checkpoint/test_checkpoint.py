@@ -214,6 +214,28 @@ def test_a_crash_leaves_nothing_that_looks_complete(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-1", "step-3"]
 
 
+def test_after_a_crash_between_its_renames_the_earlier_checkpoint_of_a_step_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rename, net = Path.rename, model(2)
+    sw.save_checkpoint(tmp_path, model(0), position=HERE)
+
+    def crash_at_partial(path: Path, target: Path) -> Path:
+        if path.suffix == ".partial":
+            crash()
+        return rename(path, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", crash_at_partial)
+        with pytest.raises(sw.CheckpointError, match="no space"):
+            sw.save_checkpoint(tmp_path, model(1), position=HERE)
+    assert not (tmp_path / "step-3").exists()
+    assert sw.load_checkpoint(tmp_path, net).step == 3
+    assert torch.equal(net.hidden.weight, model(0).hidden.weight)
+    sw.save_checkpoint(tmp_path, net, position=sw.Position(4))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-3", "step-4"]
+
+
 def test_what_went_wrong_in_the_background_is_raised_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

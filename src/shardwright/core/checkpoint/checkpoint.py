@@ -42,6 +42,7 @@ from shardwright.core.checkpoint.storage import (
     CheckpointReader,
     OneRankPlanner,
     PublishingWriter,
+    checkpoint_folder,
     clear_leftovers,
     complete_steps,
 )
@@ -97,7 +98,7 @@ class Checkpoints:
 
     def path(self, step: int) -> Path:
         """Return the folder of the checkpoint of `step`."""
-        return self.folder / f"step-{step}"
+        return checkpoint_folder(self.folder, step)
 
     def steps(self) -> list[int]:
         """List the steps of all complete checkpoints in ascending order."""
@@ -218,7 +219,8 @@ class Checkpoints:
             raise CheckpointError(f"cannot save {self.path(position.step)}: {problem}")
         if self._group is not None:
             tensors = checkpoint_state.drop_tied_duplicates(tensors, self._group)
-        writer = PublishingWriter(self.path(position.step), info, self._keep)
+        path = self.folder / f"step-{position.step}"
+        writer = PublishingWriter(path, info, self._keep)
         save_options: dict[str, Any] = {"storage_writer": writer, "process_group": self._group}
         # Also with fake ranks, which take no part in DCP's collectives.
         save_options["no_dist"] = self._group is None
@@ -226,7 +228,6 @@ class Checkpoints:
         # others.
         if dist.is_initialized() and self._group is None:
             save_options["planner"] = OneRankPlanner()
-        path = self.path(position.step)
         with convert_errors(path):
             if self._asynchronous:
                 pending = state_dict_saver.async_save(dict(tensors), **save_options)

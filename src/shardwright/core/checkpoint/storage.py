@@ -43,11 +43,26 @@ from shardwright.errors import DamagedCheckpointError
 
 FOLDER_NAME = re.compile(r"step-(\d+)")
 
+REPLACED = ".replaced"
+"""Suffix of the earlier checkpoint of a step, until the new one has its name; both are complete."""
+
 
 def complete_steps(folder: Path) -> list[int]:
     """Return the steps of all complete checkpoints in `folder`, in ascending order."""
-    matches = (FOLDER_NAME.fullmatch(path.name) for path in folder.glob("step-*") if path.is_dir())
-    return sorted(int(match[1]) for match in matches if match)
+    names = (path.name.removesuffix(REPLACED) for path in folder.glob("step-*") if path.is_dir())
+    # A set, as a step that is saved again has two folders for a moment.
+    return sorted({int(match[1]) for match in map(FOLDER_NAME.fullmatch, names) if match})
+
+
+def checkpoint_folder(folder: Path, step: int) -> Path:
+    """Return the folder of the complete checkpoint of `step` in the folder of a run.
+
+    It is `step-N`, unless a crash interrupted the replacement of an earlier checkpoint of the step
+    between the two renames.
+    """
+    path = folder / f"step-{step}"
+    replaced = path.with_name(path.name + REPLACED)
+    return replaced if replaced.is_dir() and not path.is_dir() else path
 
 
 class CheckpointReader(FileSystemReader):
@@ -176,10 +191,12 @@ class PublishingWriter(FileSystemWriter):
             file.flush()
             # On the disk before the rename: after a power loss, `step-N` must not have empty files.
             os.fsync(file.fileno())
+        replaced = self._folder.with_name(self._folder.name + REPLACED)
         # The earlier checkpoint of this step is removed only once the new one has its name.
-        replaced = _rename_before_removal(self._folder)
+        if self._folder.exists():
+            self._folder.rename(replaced)
         partial.rename(self._folder)
-        if replaced is not None:
+        if replaced.exists():
             shutil.rmtree(replaced)
         self._remove_old_checkpoints()
 
@@ -291,7 +308,14 @@ class _ChecksumStream(io.BufferedIOBase):
 
 
 def clear_leftovers(folder: Path) -> None:
-    """Remove incomplete checkpoints of crashed runs from the folder of a run."""
+    """Remove incomplete and replaced checkpoints of crashed runs from the folder of a run."""
+    for replaced in folder.glob(f"step-*{REPLACED}"):
+        complete = replaced.with_name(replaced.name.removesuffix(REPLACED))
+        if complete.exists():
+            shutil.rmtree(replaced)
+        else:
+            # From a crash before the new checkpoint had the name.
+            replaced.rename(complete)
     # From a crash while a checkpoint was written, or while an earlier one was removed.
     for pattern in ("step-*.partial", "step-*.removed"):
         for leftover in folder.glob(pattern):
@@ -300,12 +324,5 @@ def clear_leftovers(folder: Path) -> None:
 
 def _remove_checkpoint(folder: Path) -> None:
     """Rename a checkpoint, then remove it, so that it never looks complete after a crash."""
-    removed = _rename_before_removal(folder)
-    if removed is not None:
-        shutil.rmtree(removed)
-
-
-def _rename_before_removal(folder: Path) -> Path | None:
-    if not folder.exists():
-        return None
-    return folder.rename(folder.with_name(f"{folder.name}.removed"))
+    if folder.exists():
+        shutil.rmtree(folder.rename(folder.with_name(f"{folder.name}.removed")))
