@@ -177,6 +177,12 @@ def test_the_newest_are_kept_and_the_newest_is_loaded(tmp_path: Path) -> None:
     assert sw.load_checkpoint(tmp_path, net, step=10).step == 10
 
 
+@pytest.mark.parametrize("keep", [0, -1])
+def test_a_number_of_checkpoints_that_keeps_none_is_refused(tmp_path: Path, keep: int) -> None:
+    with pytest.raises(sw.CheckpointError, match=f"keep={keep} .*\n.*at least 1, or None"):
+        sw.save_checkpoint(tmp_path, model(0), position=HERE, keep=keep)
+
+
 def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> None:
     sw.save_checkpoint(tmp_path, model(0), position=HERE)
     sw.save_checkpoint(tmp_path, model(1), position=HERE)

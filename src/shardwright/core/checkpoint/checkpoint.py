@@ -72,11 +72,19 @@ class Checkpoints:
         keep: number of newest checkpoints to keep; None for all.
         asynchronous: whether `save` returns once the tensors are copied, and writes files while
             training continues, one checkpoint at a time.
+
+    Raises:
+        CheckpointError: if `keep` is less than 1.
     """
 
     def __init__(
         self, folder: str | Path, *, keep: int | None = None, asynchronous: bool = False
     ) -> None:
+        if keep is not None and keep < 1:
+            raise CheckpointError(
+                f"keep={keep} would remove each checkpoint once it is saved\n"
+                "pass the number of newest checkpoints to keep, at least 1, or None for all"
+            )
         self.folder = Path(folder)
         self._keep, self._asynchronous = keep, asynchronous
         self._group: dist.ProcessGroup | None = None
@@ -398,7 +406,8 @@ def save_checkpoint(
     Raises:
         CheckpointError: if the optimizer has parameters that are not in the model, or state that is
             not a tensor, if the checkpoint could not be written, if another process has locked the
-            folder, or if folders, positions or optimizers differ between ranks.
+            folder, if folders, positions or optimizers differ between ranks, or if `keep` is less
+            than 1.
     """
     with Checkpoints(folder, keep=keep) as checkpoints:
         checkpoints.save(net, optimizer, position, plan, only=only)
