@@ -233,3 +233,17 @@ def test_python_code_is_told_which_settings_the_checkpoint_replaces(tmp_path: Pa
         sw.load_checkpoint(tmp_path, net, optimizer)
     with pytest.raises(CheckpointError, match="saved with SGD"):
         sw.load_checkpoint(tmp_path, net, torch.optim.AdamW(net.parameters()))
+
+
+def test_a_run_resumes_without_the_initial_weights_that_its_checkpoint_has_replaced(
+    tmp_path: Path,
+) -> None:
+    initial = configured(tmp_path, {}).model().state_dict()
+    torch.save(initial, tmp_path / "initial.pt")
+    interrupted(tmp_path, train={"load": "initial.pt"})
+    (tmp_path / "initial.pt").unlink()
+    with pytest.raises(CheckpointError, match="initial.pt: no such file"):
+        configured(tmp_path, {"train": {"load": "initial.pt"}}).checkpoint_policy.check()
+    resumes = {"load": "initial.pt", "resume": True}
+    configured(tmp_path, {"train": resumes}).checkpoint_policy.check()
+    assert len(resumed(tmp_path, train={"load": "initial.pt"})) == 10 - SAVED_AT

@@ -252,7 +252,8 @@ class _PhaseClock:
             try:
                 return function(*args, **kwargs)
             finally:
-                self.seconds_of[component] = time.process_time() - start
+                spent = self.seconds_of.get(component, 0.0) + time.process_time() - start
+                self.seconds_of[component] = spent
 
         return call
 

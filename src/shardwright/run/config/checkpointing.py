@@ -57,7 +57,10 @@ class CheckpointPolicy:
                 none, or the initial weights are missing.
         """
         checkpoints, weights = self.checkpoints(), self.weights
-        if weights is not None and not weights.exists():
+        steps = checkpoints.steps() if checkpoints is not None else []
+        # A run that resumes reads its checkpoint instead.
+        resumes = self.train.resume and bool(steps)
+        if weights is not None and not resumes and not weights.exists():
             raise CheckpointError(
                 f"{self.file}: {self.load_key}: {weights}: no such file or folder\n"
                 f"set `{self.load_key}` to a `state_dict` file or a folder of checkpoints"
@@ -69,7 +72,6 @@ class CheckpointPolicy:
             )
         if checkpoints is None:
             return
-        steps = checkpoints.steps()
         if self.must_resume and not steps:
             raise CheckpointError(
                 f"{self.file}: {self.resume_key}: {checkpoints.folder} contains no complete"
