@@ -92,6 +92,12 @@ def explain_export(error: Exception, hint: str, raises_alone: Callable[[], bool]
             " mask, or compute all rows and select by `torch.where(mask, result, 0)`"
         )
     first = (message.splitlines()[0] if message else "").removesuffix(".")
+    if "DynamicOutputShape" in type(error).__name__:
+        return (
+            f"{line}: a result of this operator has a shape that depends on values, which are"
+            f" unknown during capture: {first}\nuse operators whose shapes do not depend on values,"
+            " such as `torch.linalg.pinv(a) @ b` instead of `torch.linalg.lstsq(a, b)`"
+        )
     of_arguments = isinstance(error, RuntimeError | ValueError | TypeError | IndexError)
     # Asked last, because it runs the model once more. Fake tensors have no data pointer, so that
     # error is one of the trace.

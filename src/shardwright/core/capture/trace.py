@@ -48,6 +48,7 @@ from shardwright.core.capture.layer_progress import report_layers
 from shardwright.core.capture.masked_reductions import keep_selected_rows
 from shardwright.core.capture.naming import LocatedError, is_users_function, line_of, line_of_error
 from shardwright.core.capture.padded_rows import pad_selected_rows
+from shardwright.core.capture.scalar_indices import keep_scalar_indices
 from shardwright.core.capture.shared_memory import check_constants, check_memory
 from shardwright.core.capture.signature import (
     Signature,
@@ -175,6 +176,7 @@ def canonical_trace(traced: Trace, call: CapturedCall) -> CanonicalTrace:
     pad_selected_rows(graph)
     decompose(graph)
     read_strides_of_elements(graph)
+    keep_scalar_indices(graph)
     calls = call_tags(graph)
     check_static(graph, hint_of_experts(module))
     tied = merge_tied(module, graph, signature)
