@@ -94,11 +94,13 @@ class CandidateBoundary(BoundaryTag):
         call: the pinned call.
         tag: the final tag of the alias if the call has several operators.
         argument: the argument of the call that is aliased, if the pin names arguments.
+        entry_rank: the number of dimensions that the entry of the pin has; None if it names axes.
     """
 
     call: PinnedCall
     tag: BoundaryTag
     argument: str | None = None
+    entry_rank: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,6 +113,18 @@ class OperatorArguments:
     """
 
     names: tuple[str | None, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class SoleOperator(BoundaryTag):
+    """Tag of the only operator of a pinned call, which rewrites must neither remove nor merge.
+
+    Args:
+        is_view: whether the operator only views its input, so that rewrites would merge it with
+            other views.
+    """
+
+    is_view: bool
 
 
 def attach(module: nn.Module, tag: Any) -> None:

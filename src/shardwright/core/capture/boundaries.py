@@ -10,6 +10,7 @@ from __future__ import annotations
 import operator
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from math import prod
 
 import torch
 from torch import fx
@@ -18,11 +19,13 @@ from shardwright.core.capture.annotations import (
     CandidateBoundary,
     OperatorArguments,
     PinnedCall,
+    SoleOperator,
     add_tag,
     retag,
     tags_of,
 )
-from shardwright.core.capture.fx_nodes import replace
+from shardwright.core.capture.composed import decompose
+from shardwright.core.capture.fx_nodes import is_tensor, node_shape, replace
 from shardwright.core.capture.naming import MAIN
 from shardwright.core.torch_internals import pytree
 from shardwright.core.torch_internals.operators import OpOverload, schema_of
@@ -38,6 +41,9 @@ _MOVING = (
 )
 
 
+_BIASED_PRODUCTS = (aten.addmm.default, aten.baddbmm.default, aten.addmv.default)
+
+
 def settle_boundaries(graph: fx.Graph) -> None:
     """Remove the aliases of pinned calls with a single operator, and pin the aliases of other
     calls.
@@ -46,6 +52,8 @@ def settle_boundaries(graph: fx.Graph) -> None:
         StrategyError: if a call has several operators, and its pin does not match its arguments and
             results.
     """
+    if any(isinstance(tag, CandidateBoundary) for node in graph.nodes for tag in tags_of(node)):
+        decompose(graph)  # One composed operator, such as a triplet loss, is several in the graph.
     aliases: dict[PinnedCall, list[tuple[fx.Node, CandidateBoundary]]] = defaultdict(list)
     # Nodes by the `id()` of their tag, one tag object per call.
     inside: dict[int, list[fx.Node]] = defaultdict(list)
@@ -58,11 +66,15 @@ def settle_boundaries(graph: fx.Graph) -> None:
         alias_nodes = {node for node, _ in candidates}
         nodes = [node for node in inside[id(call.tag)] if node not in alias_nodes]
         single = _find_single_operator(nodes)
+        if single is not None and _reads_other_tensors(single, candidates, nodes):
+            single = None
         is_one = single is not None
         # A single operator takes the pin itself, whether or not it fits arguments and results.
         if single is None and call.problems:
             raise StrategyError(call.problems[0])
         arguments = {node: tag.argument for node, tag in candidates if tag.argument is not None}
+        if single is not None:
+            add_tag(single, SoleOperator(_only_moves_or_casts(single)))
         if single is not None and arguments:
             add_tag(single, OperatorArguments(_match_arguments(single, arguments)))
         # The tag stays only on a single operator that it pins: several would each be pinned.
@@ -79,7 +91,7 @@ def settle_boundaries(graph: fx.Graph) -> None:
 
 def _find_single_operator(nodes: Sequence[fx.Node]) -> fx.Node | None:
     """Return the only operator among the nodes of a call; None if there are several, or none."""
-    operators = [n for n in nodes if n.op == "call_function" and n.target is not operator.getitem]
+    operators = [node for node in nodes if node.op == "call_function" and _has_result(node)]
     computing = [node for node in operators if not _only_moves_or_casts(node)]
     # Operators without inputs create constants, and count only if the call has no others.
     computing = [node for node in computing if node.all_input_nodes] or computing
@@ -89,6 +101,36 @@ def _find_single_operator(nodes: Sequence[fx.Node]) -> fx.Node | None:
         if len(candidates) == 1:
             return candidates[0]
     return None
+
+
+def _reads_other_tensors(
+    single: fx.Node,
+    candidates: Sequence[tuple[fx.Node, CandidateBoundary]],
+    nodes: Sequence[fx.Node],
+) -> bool:
+    """Whether the entries of a pin apply to the arguments of the call, and not to the tensors that
+    its operator reads: views of other ranks, or constants created in the call."""
+    # Capture folds biases and causal masks, which products and attention read beside arguments.
+    reads_constants = _is_main_operator(single) or single.target in _BIASED_PRODUCTS
+    ranks = {node: tag.entry_rank for node, tag in candidates}
+    for read in single.all_input_nodes:
+        source = read
+        while source in nodes and _only_moves_or_casts(source) and source.all_input_nodes:
+            source = source.all_input_nodes[0]
+        if source in nodes and not reads_constants:
+            return True
+        if source not in ranks or not is_tensor(read) or _is_flattened(read, source):
+            continue
+        if len(node_shape(read)) != ranks[source] == len(node_shape(source)):
+            return True
+    return False
+
+
+def _is_flattened(node: fx.Node, source: fx.Node) -> bool:
+    """Whether a view only merges leading dimensions, which `move_flattening_down` restores."""
+    sizes, flat = node_shape(source), node_shape(node)
+    num_merged = len(sizes) - len(flat) + 1
+    return bool(flat) and flat == (prod(sizes[:num_merged]), *sizes[num_merged:])
 
 
 def _match_arguments(node: fx.Node, arguments: Mapping[fx.Node, str]) -> tuple[str | None, ...]:
@@ -107,6 +149,12 @@ def _match_arguments(node: fx.Node, arguments: Mapping[fx.Node, str]) -> tuple[s
                 source = source.all_input_nodes[0]
             names.append(arguments.get(source))
     return tuple(names)
+
+
+def _has_result(node: fx.Node) -> bool:
+    """Whether a node computes a tensor; elements of tuples and assertions about dtypes do not."""
+    is_assertion = isinstance(node.target, OpOverload) and not schema_of(node.target).returns
+    return node.target is not operator.getitem and not is_assertion
 
 
 def _is_main_operator(node: fx.Node) -> bool:

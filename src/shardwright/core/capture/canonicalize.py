@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardwright.core.capture.annotations import BoundaryTag, tags_of
+from shardwright.core.capture.annotations import BoundaryTag, SoleOperator, tags_of
 from shardwright.core.capture.fx_nodes import (
     insert,
     is_tensor,
@@ -66,7 +66,19 @@ def canonicalize(graph: fx.Graph) -> None:
         rewrite = _REWRITES.get(node.target)
         new = rewrite(node) if rewrite else None
         if new is not None:
+            if _is_pinned(node) and not _is_pinned(new):
+                # The operator returns its input; the pin constrains that tensor.
+                new = insert(node, aten.alias.default, (new,))
             replace(node, new)
+
+
+def _is_pinned(node: fx.Node) -> bool:
+    return any(isinstance(tag, SoleOperator) for tag in tags_of(node))
+
+
+def is_pinned_view(node: fx.Node) -> bool:
+    """Whether a view is the only operator of a pinned call, and so must remain in the graph."""
+    return any(isinstance(tag, SoleOperator) and tag.is_view for tag in tags_of(node))
 
 
 def _get_view_operator(copy: OpOverload) -> OpOverload:
@@ -92,7 +104,12 @@ def insert_reshape(node: fx.Node, sizes: tuple[int, ...], before: fx.Node) -> fx
 
     Returns `node`, or the tensor that it reshapes, if the shape is already `sizes`.
     """
-    while node.target is aten.reshape.default and isinstance(node.args[0], fx.Node):
+    while (
+        node.target is aten.reshape.default
+        and isinstance(node.args[0], fx.Node)
+        and not is_pinned_view(node)
+        and not is_pinned_view(before)
+    ):
         node = node.args[0]
     if node_shape(node) == sizes:
         return node
@@ -102,7 +119,9 @@ def insert_reshape(node: fx.Node, sizes: tuple[int, ...], before: fx.Node) -> fx
 def insert_permute(node: fx.Node, dims: tuple[int, ...], before: fx.Node) -> fx.Node:
     """Insert a permute of `node` before `before`, merged with permutes that produced `node`."""
     # Dimension i of the result is dimension dims[i] of `node` and inner[dims[i]] of its input.
-    while (inner := permutation(node)) is not None:
+    while (inner := permutation(node)) is not None and not (
+        is_pinned_view(node) or is_pinned_view(before)
+    ):
         node = node.args[0]  # type: ignore[assignment]
         dims = tuple(inner[d] for d in dims)
     if dims == tuple(range(len(dims))):

@@ -16,7 +16,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardwright.core.capture.canonicalize import insert_permute, insert_reshape, permutation
+from shardwright.core.capture.canonicalize import (
+    insert_permute,
+    insert_reshape,
+    is_pinned_view,
+    permutation,
+)
 from shardwright.core.capture.fx_nodes import (
     insert,
     is_tensor,
@@ -128,7 +133,7 @@ def common_factors(source: Sequence[int], target: Sequence[int]) -> list[list[in
 
 def match_flattening(node: fx.Node) -> Flat | None:
     """Match a reshape that flattens leading dimensions; None for other nodes."""
-    if node.target is not aten.reshape.default:
+    if node.target is not aten.reshape.default or is_pinned_view(node):
         return None
     source = node.args[0]
     assert isinstance(source, fx.Node)
@@ -333,6 +338,8 @@ def _rewrite_permutation(node: fx.Node) -> fx.Node | None:
     flat, dims = node.args[0], permutation(node)
     assert isinstance(flat, fx.Node) and dims is not None
     if flat.target is not aten.reshape.default or 0 in node_shape(flat):
+        return None
+    if is_pinned_view(flat) or is_pinned_view(node):
         return None
     source = flat.args[0]
     assert isinstance(source, fx.Node)

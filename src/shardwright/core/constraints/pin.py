@@ -37,6 +37,7 @@ from shardwright.core.constraints.named_strategy import (
     signature_of,
 )
 from shardwright.core.constraints.strategy import OperatorStrategy, entries_text
+from shardwright.core.layout.layout import TensorLayout
 from shardwright.core.torch_internals import pytree
 from shardwright.core.torch_internals.operators import OpOverload, schema_of
 from shardwright.errors import StrategyError
@@ -107,6 +108,13 @@ class NamedFunction(nn.Module):
 
 class BoundaryPin(Pin, BoundaryTag):
     """Requested sharding of one tensor that enters or leaves a module."""
+
+    def entry_rank(self) -> int | None:
+        """Return the number of dimensions of the entry; None for an entry that names axes."""
+        if not isinstance(self.strategy, OperatorStrategy):
+            return None
+        (entry,) = self.strategy.inputs
+        return len(entry.shard_counts if isinstance(entry, TensorLayout) else entry or ())
 
 
 def tagged_calls(function: Any, tag: Any) -> Any:
@@ -234,7 +242,9 @@ def _call_with_candidate_aliases(
             f"{where} {verb}",
             tree,
             entries,
-            lambda pin, index: CandidateBoundary(call, pin, names[index] if names else None),
+            lambda pin, index: CandidateBoundary(
+                call, pin, names[index] if names else None, pin.entry_rank()
+            ),
         )
 
     entries = traced_call.entries(strategy)

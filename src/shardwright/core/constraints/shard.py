@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from shardwright.core.capture.annotations import attach
+from shardwright.core.capture.annotations import SoleOperator, attach
 from shardwright.core.capture.naming import MAIN
 from shardwright.core.constraints import Entry, OperatorStrategy
 from shardwright.core.constraints.named_strategy import (
@@ -296,6 +296,8 @@ def _find_single_operator(where: str, ops: Sequence[Operator]) -> Operator:
     Raises:
         StrategyError: if several operators remain.
     """
+    # Capture has marked the operator of a call that also views, casts or creates tensors.
+    ops = [op for op in ops if any(isinstance(tag, SoleOperator) for tag in op.tags)] or ops
     computing = [
         op for op in ops if op.target not in _DATA_MOVEMENT_OPS and not op.name.endswith(".bias")
     ]
