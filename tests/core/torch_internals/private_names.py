@@ -527,6 +527,7 @@ ATEN_OPERATORS = (
     "_ctc_loss_backward",
     "_flash_attention_backward",
     "_flash_attention_forward",
+    "_foreach_copy_",
     "_fused_rms_norm",
     "_grouped_mm",
     "_linalg_svd",
