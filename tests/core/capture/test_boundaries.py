@@ -179,6 +179,7 @@ def by_segment(x: Tensor, segments: Tensor) -> Tensor:
         (lambda x: x.flatten(1).softmax(1), (torch.randn(4, 4, 4),), ((2, 2, 2),)),
         (lambda x, y: x + y[:, None], (torch.randn(4, 8, 4), torch.ones(8)), ((2, 4, 1), (4,))),
         (F.triplet_margin_loss, (torch.randn(8, 4),) * 3, ((2, 1),) * 3),
+        (lambda x, i: x[i], (torch.randn(16, 8), torch.tensor(-3)), ((2, 4), ())),
     ],
 )
 def test_an_operator_that_reads_other_tensors_is_pinned_at_the_boundary(

@@ -27,6 +27,7 @@ from shardwright.core.capture.annotations import (
 from shardwright.core.capture.composed import decompose
 from shardwright.core.capture.fx_nodes import is_tensor, node_shape, replace
 from shardwright.core.capture.naming import MAIN
+from shardwright.core.capture.scalar_indices import keep_scalar_indices
 from shardwright.core.torch_internals import pytree
 from shardwright.core.torch_internals.operators import OpOverload, schema_of
 from shardwright.errors import StrategyError
@@ -53,7 +54,9 @@ def settle_boundaries(graph: fx.Graph) -> None:
             results.
     """
     if any(isinstance(tag, CandidateBoundary) for node in graph.nodes for tag in tags_of(node)):
-        decompose(graph)  # One composed operator, such as a triplet loss, is several in the graph.
+        # What is one operator in a trace, such as a triplet loss, may be several in the graph.
+        decompose(graph)
+        keep_scalar_indices(graph)
     aliases: dict[PinnedCall, list[tuple[fx.Node, CandidateBoundary]]] = defaultdict(list)
     # Nodes by the `id()` of their tag, one tag object per call.
     inside: dict[int, list[fx.Node]] = defaultdict(list)
