@@ -5,6 +5,7 @@ A pin is stored on the module, or on the function that `shard` returns; there is
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -193,10 +194,11 @@ def _iterate_module_strategies(graph: Graph) -> Iterator[tuple[Operator, PinnedS
     """Yield (operator, strategy) for the operators pinned by `shard` of a module."""
     # The pin of a module with submodules is on the aliases of its boundary (`constraints/pin.py`).
     boundary_paths = {op.module for op in graph.ops if _is_boundary_alias(op)}
+    ops_inside = _operators_by_enclosing_module(graph)
     for pin, paths in _find_module_paths(graph).items():
         if pin.strategy is None or boundary_paths.issuperset(paths):
             continue
-        ops = [op for path in paths for op in _find_main_operators(graph, path)]
+        ops = [op for path in paths for op in _find_main_operators(ops_inside[path], path)]
         if not ops:
             raise StrategyError(_format_pin_without_operator(graph, paths[0], pin))
         for op in ops:
@@ -247,10 +249,22 @@ def _iterate_operator_strategies(graph: Graph) -> Iterator[tuple[Operator, Pinne
                 yield op, strategy
 
 
-def _find_main_operators(graph: Graph, path: str) -> list[Operator]:
-    """Return the main operator of each call of the module at `path`."""
-    # With a dot, so that `a.b` does not contain `a.bc`.
-    inside = [op for op in graph.ops if not path or f"{op.module}.".startswith(f"{path}.")]
+def _operators_by_enclosing_module(graph: Graph) -> defaultdict[str, list[Operator]]:
+    """Return the operators of each module and its submodules, by the path of the module."""
+    ops_inside: defaultdict[str, list[Operator]] = defaultdict(list)
+    for op in graph.ops:
+        path = op.module
+        while path:
+            ops_inside[path].append(op)
+            path = path.rpartition(".")[0]
+        # The empty path is that of the model itself.
+        ops_inside[""].append(op)
+    return ops_inside
+
+
+def _find_main_operators(inside: list[Operator], path: str) -> list[Operator]:
+    """Return the main operator of each call of the module at `path`, which encloses the operators
+    `inside`."""
     direct = [op for op in inside if op.module == path]
     where = f"module {path!r}" if path else "the model itself"
     # The boundary of a module with submodules is pinned when it is traced, which a graph from

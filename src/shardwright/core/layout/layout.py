@@ -420,6 +420,9 @@ class TensorLayout:
         )
 
 
+# Cached: the pins of an expert's plan repeat few pairs of device matrices in thousands of layouts,
+# and the comparison of all ranks is slow with many of them.
+@lru_cache(maxsize=1 << 10)
 def _factor_coarse_axes(coarse: DeviceMatrix, fine: DeviceMatrix) -> tuple[Axes, ...]:
     """Return the axes of `fine` whose product is each axis of `coarse`, most significant first.
 
