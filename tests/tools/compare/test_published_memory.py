@@ -115,3 +115,19 @@ def test_the_published_peak_of_nemotron_15b_is_predicted_within_a_tenth() -> Non
     run = planned(**changes)
     assert cluster_of_run(run.run) == load_cluster("h100_nemo")
     assert 1.08 * run.memory == pytest.approx(72_972_500_992, rel=0.1)
+
+
+def test_selective_recomputation_of_explicit_attention_counts_created_tensors_in_full() -> None:
+    # The causal mask is created by an operator without inputs, so no factor of its rule is sharded.
+    run = planned(
+        family="gpt",
+        ffn=256,
+        attention="explicit",
+        recompute="selective",
+        data_parallel=4,
+        tensor_parallel=2,
+        sharded="none",
+        source="Megatron-LM",
+    )
+    full = planned(**{**run.run.model_dump(), "recompute": "full"})
+    assert full.memory < run.memory

@@ -143,8 +143,9 @@ def local_output_bytes(op: Op, mesh: DeviceMatrix, cuts: Mapping[str, Cuts]) -> 
     rule = rule_of(op)
     assert rule is not None
     shard_counts = rule.shard_counts(mesh, cuts.get(op.name, {}))
-    # A dimension without a factor is not sharded.
-    output_counts = (shard_counts[factor] for factor in rule.outputs[0] if factor is not None)
+    # Neither a dimension without a factor nor one that no input has, as of a mask that is created,
+    # is sharded.
+    output_counts = (shard_counts.get(factor or "", 1) for factor in rule.outputs[0])
     return op.output.numel * op.output.itemsize / prod(output_counts)
 
 
