@@ -226,6 +226,22 @@ def test_norms_and_element_wise_operators_move_what_the_software_moves() -> None
     }
 
 
+def test_gradients_that_are_reduced_in_float32_are_sent_in_twice_the_bytes(graph: Graph) -> None:
+    double = replace(CLUSTER, device=replace(DEVICE, reduction_traffic=2.0))
+    cuts = data_parallel(graph, prime_mesh(2))
+    plain, in_float32 = (timed(graph, cuts, 2, cluster) for cluster in (CLUSTER, double))
+    sent = 2 * (1 / 2) * 4 * (128 + 64) / 1e4
+    assert in_float32.gradients == pytest.approx(plain.gradients + sent)
+    for shard_size in (None, -1):
+        before, after = (
+            TimeModel(cluster, prime_mesh(2), optimizer_shard_size=shard_size).parameter_seconds(
+                (0,), (), 1e6
+            )
+            for cluster in (CLUSTER, double)
+        )
+        assert after[0] == before[0] and after[1] > 1.9 * before[1]
+
+
 def test_parameters_that_wait_for_the_backward_pass_are_exposed() -> None:
     time = StepTime(1.0, 2.0, 0.0, 0.0, gathers=0.5, gradients=0.7, update=0.0)
     assert time.exposed == 0

@@ -125,3 +125,13 @@ def test_blocks_are_assigned_to_stages_as_published() -> None:
         for chunk in run.candidate.partitioned.chunks
     ]
     assert modules == [{"0"}, {"1", "2"}]
+
+
+def test_sharded_parameters_are_gathered_block_by_block() -> None:
+    (chunk,) = planned(layers=8, hidden=512, ffn=1024).candidate.partitioned.chunks
+    gathers = [bucket for bucket in chunk.communication.buckets if bucket.gathers]
+    # The blocks, and the embedding and the head.
+    assert 8 <= len(gathers) <= 10
+    zero_3 = planned(layers=8, hidden=512, ffn=1024, source="DeepSpeed ZeRO-3").candidate
+    (chunk,) = zero_3.partitioned.chunks
+    assert all(len(bucket.members) == 1 for bucket in chunk.communication.buckets)

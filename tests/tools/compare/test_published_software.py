@@ -27,13 +27,32 @@ def cluster(**changes: Any) -> Cluster:
         ({}, "h100"),
         ({"source": "github.com/NVIDIA/dgxc-benchmarking (NeMo 24.12, BF16)"}, "h100_nemo"),
         ({"framework": "torchtitan", "source": "a page on NeMo"}, "h100_compiled"),
+        ({"source": "https://github.com/pytorch/torchtitan table 1"}, "h100_grand_teton"),
+        ({"source": "arXiv:2205.05198 table 5", "hardware": "a100"}, "a100_megatron"),
+        ({"framework": "Megatron-LM 0.8"}, "h100_nemo"),
         ({"source": "bigscience-workshop/bigscience", "hardware": "a100"}, "a100_omni_path"),
-        # No variant of this hardware has the framework.
-        ({"framework": "NeMo 25.02", "hardware": "gb200"}, "gb200"),
+        # Nobody knows the framework.
+        ({"framework": "Minitron"}, "h100"),
     ],
 )
 def test_a_framework_is_a_variant_of_the_hardware(changes: dict[str, Any], name: str) -> None:
     assert cluster(**changes) == load_cluster(name)
+
+
+def test_other_hardware_has_what_a_framework_changes_of_an_h100() -> None:
+    nemo, gb200, plain = (
+        load_cluster("h100_nemo"),
+        cluster(framework="NeMo 25.02", hardware="gb200"),
+        load_cluster("gb200"),
+    )
+    assert gb200.software == nemo.software and gb200.levels == plain.levels
+    assert gb200.device.overlaps_products and gb200.device.sends_routed_tokens
+    assert gb200.device.pointwise_traffic == nemo.device.pointwise_traffic
+    # Attention kernels are those of the hardware, unless it computes as fast as an H100.
+    assert gb200.device.attention_efficiency == plain.device.attention_efficiency
+    h200 = cluster(framework="NeMo 25.02", hardware="h200").device
+    assert h200.attention_efficiency == nemo.device.attention_efficiency
+    assert h200.memory == load_cluster("h200").device.memory
 
 
 def test_a_kernel_changes_its_own_figures() -> None:

@@ -100,6 +100,8 @@ class Device:
             only with `sends_routed_tokens`.
         routing_traffic: bytes that kernels read and write to sort tokens by expert and to sum the
             outputs of experts, relative to sorting and weighting all copies of tokens separately.
+        reduction_traffic: bytes that reductions of gradients send, relative to gradients in the
+            dtype of computation; 2 for bfloat16 gradients that are reduced in float32.
         overlap_slowdown: seconds by which one second of overlapped communication slows down
             computation; 0 for free overlap, 1 for no gain from overlap.
         overhead: minimum seconds of each operator, such as the time of a kernel launch.
@@ -126,6 +128,7 @@ class Device:
     sends_routed_tokens: bool = False
     sends_tokens_once: bool = False
     routing_traffic: float = 1.0
+    reduction_traffic: float = 1.0
     overlap_slowdown: float = 0.0
     overhead: float = 0.0
     pass_overhead: float = 0.0

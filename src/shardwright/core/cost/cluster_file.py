@@ -221,6 +221,7 @@ def _read_device(reader: _ClusterMappingReader) -> Device:
         *("matrix_half", "overlap_slowdown", "overhead"),
         *("norm_traffic", "pointwise_traffic", "overlaps_parameters", "overlaps_products"),
         *("sends_routed_tokens", "sends_tokens_once", "routing_traffic"),
+        "reduction_traffic",
         *("pass_overhead", "step_overhead", "at_full_rate"),
     )
     rates = _ClusterMappingReader(reader.required("rates"), reader.where, f"{reader.prefix}rates.")
@@ -259,6 +260,8 @@ def _read_device(reader: _ClusterMappingReader) -> Device:
         sends_routed_tokens=reader.boolean("sends_routed_tokens", False),
         sends_tokens_once=reader.boolean("sends_tokens_once", False),
         routing_traffic=reader.share("routing_traffic"),
+        # Not a share: reductions in float32 send twice the bytes of bfloat16 gradients.
+        reduction_traffic=reader.number("reduction_traffic", SHARE, 1.0),
         overlap_slowdown=reader.share("overlap_slowdown", 0.0),
         overhead=reader.number("overhead", SECONDS, 0.0, allows_zero=True),
         pass_overhead=reader.number("pass_overhead", SECONDS, 0.0, allows_zero=True),

@@ -358,7 +358,8 @@ def _collective_seconds_of_bucket(bucket: Bucket, model: TimeModel) -> ForwardBa
             gather += model.links.seconds("all_gather", step.axes, local)
         # `vary` comes first in a route, so the all-reduce of HSDP has the size of a shard.
         if step.backward is not None and bucket.trained:
-            reduce += model.links.seconds(step.backward, step.axes, local)
+            reduced = local * model.device.reduction_traffic
+            reduce += model.links.seconds(step.backward, step.axes, reduced)
     # No copies for a bucket that is not gathered, or not reduced.
     return gather and gather + copy_seconds, reduce and reduce + copy_seconds
 

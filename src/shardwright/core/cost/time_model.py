@@ -222,10 +222,11 @@ class TimeModel:
             replicated: all other axes that replicate the parameter.
             num_bytes: bytes of the shard that a device's operators read.
         """
+        reduced_bytes = num_bytes * self.device.reduction_traffic
         if self.optimizer_shard_size is None:
-            return 0.0, self.bucketed_seconds(varying, num_bytes)
+            return 0.0, self.bucketed_seconds(varying, reduced_bytes)
         gather = self.bucketed_seconds((*varying, *replicated), num_bytes, "all_gather")
-        return gather, self.bucketed_seconds(varying, num_bytes, "reduce_scatter")
+        return gather, self.bucketed_seconds(varying, reduced_bytes, "reduce_scatter")
 
     def update_seconds(self, num_bytes: float, count: int = 0) -> float:
         """Return the seconds of the optimizer step over `count` stored parameters of `num_bytes` in

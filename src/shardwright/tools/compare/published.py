@@ -20,7 +20,7 @@ from shardwright.core.cost.predict import predict
 from shardwright.core.graph.graph import Graph, Op
 from shardwright.core.partition.decisions import Recompute
 from shardwright.core.planner.candidate import Candidate, CapturedModel, candidates
-from shardwright.core.planner.options import PlanOptions
+from shardwright.core.planner.options import MB, PlanOptions
 from shardwright.errors import ConfigError, ShardwrightError
 from shardwright.models import build, example_batch
 from shardwright.models.expert_sharding import expert_stages, paths_of_blocks, pin_expert
@@ -136,7 +136,7 @@ class PlannedRun:
         run = self.run
         net, graph, blocks = self._capture_blocks()
         # Parameters that stay gathered, and full gradients, are those of ZeRO-1.
-        defers = self.software.defers_gradients and run.sharded == "parameters"
+        defers = self.software.defers_gradients and run.sharded == "parameters" and run.experts > 1
         level = ZERO_LEVELS["optimizer" if defers else run.sharded]
         # Nothing is searched: all shardings follow from the pins of the expert.
         options = PlanOptions(
@@ -147,6 +147,7 @@ class PlannedRun:
             schedule=run.schedule_name,
             micro_batches=run.micro_batches,
             compute_dtype=None if self._autocast_dtype is None else "bfloat16",
+            bucket_mb=self._bucket_bytes(graph, blocks) / MB,
             hsdp=None if level is None else {"level": level},
         )
         # Copied blocks are not modules of the captured model.
@@ -205,6 +206,21 @@ class PlannedRun:
             seq_parallel=run.sequence_parallel,
         )
         return net, capture(net, batch, {}, compute_dtype=self._autocast_dtype), blocks
+
+    def _bucket_bytes(self, graph: Graph, blocks: Sequence[str]) -> float:
+        """Return the bytes of parameters or gradients that the framework communicates at once.
+
+        A block is the unit of FSDP; the buckets of Megatron Core (40 million elements) and of
+        DeepSpeed's ZeRO-1 (500 million) are of its size or larger.
+        """
+        if not self.software.gathers_blocks and self.run.sharded == "parameters":
+            # No two parameters fit into one bucket.
+            return 1
+        bytes_by_block = (
+            sum(v.numel * v.itemsize for v in graph.parameters if v.name.startswith(f"{block}."))
+            for block in blocks
+        )
+        return max(bytes_by_block) / self.run.tensor_parallel
 
     @property
     def _autocast_dtype(self) -> torch.dtype | None:

@@ -29,8 +29,10 @@ class Software:
             result, and saves the inputs of both.
         gathers_again: whether only the shard of an all-gathered input of a linear layer is saved,
             and gathered again in the backward pass.
-        defers_gradients: whether FSDP keeps gathered parameters and full gradients over the
-            micro-batches of a step, as ZeRO-1 does.
+        defers_gradients: whether FSDP keeps gathered parameters and full gradients of mixtures of
+            experts over the micro-batches of a step, as ZeRO-1 does.
+        gathers_blocks: whether a block is the unit in which sharded parameters are gathered, as in
+            FSDP; else each parameter is gathered by itself, as in DeepSpeed's ZeRO-3.
     """
 
     parameter_dtype: str = "float32"
@@ -39,6 +41,7 @@ class Software:
     fuses_activations: bool = False
     gathers_again: bool = False
     defers_gradients: bool = False
+    gathers_blocks: bool = True
 
 
 MEGATRON_CORE = Software(
@@ -57,8 +60,9 @@ AUTOMODEL = Software(
 
 `from_config` builds models in bfloat16, which FSDP2 and Adam keep, and the loss of its benchmarks
 has bfloat16 logits (`fp32_upcast: false`): logits, log-probabilities, gradient.
-Gradients are reduced after the last micro-batch (`defer_fsdp_grad_sync`), until when parameters are
-not resharded (`reshard_after_forward: false`)."""
+Gradients of mixtures of experts are reduced after the last micro-batch (`defer_fsdp_grad_sync`),
+until when parameters are not resharded (`reshard_after_forward: false`): most of them are those of
+experts, which are not sharded by FSDP."""
 
 # `automodel` comes before `nemo`, a word that names of NeMo Automodel contain too.
 SOFTWARE: Mapping[str, Software] = {
@@ -77,14 +81,36 @@ FRAMEWORKS = {
     "megatron core": "nemo",
     "transformer engine": "nemo",
     "nemo": "nemo",
+    "2104.04473": "megatron",
+    "2205.05198": "megatron",
+    # Those of 2023 and later, on Hopper, are Megatron Core with Transformer Engine.
+    "megatron-lm": "nemo",
     "llm-foundry": "llm_foundry",
     "torchtitan": "compiled",
-    "bigscience": "omni_path",
     "megatron-deepspeed": "omni_path",
+}
+"""Cluster name suffix of each framework, by a word in the row's `framework` or `source`."""
+
+MACHINES = {
+    "pytorch/torchtitan": "grand_teton",
+    "2410.06511": "grand_teton",
+    "bigscience": "omni_path",
     "aleph-alpha": "hdr",
     "2311.05610": "hdr",
 }
-"""Cluster name suffix of each framework, by a word in the row's `framework` or `source`."""
+"""Cluster name suffix of the machines of a publication, by a word in the row's `source`."""
+
+MODEL_HARDWARE = "h100"
+"""Hardware whose variants have the figures of frameworks that other hardware has no variant of."""
+
+FRAMEWORK_FIGURES = (
+    *("pointwise_traffic", "overlaps_parameters", "overlaps_products", "overlap_slowdown"),
+    *("sends_routed_tokens", "sends_tokens_once", "routing_traffic", "reduction_traffic"),
+)
+"""Device parameters that a framework has on any hardware: what its kernels fuse and overlap."""
+
+ATTENTION_FIGURES = ("attention_efficiency", "attention_half", "attention_head_half")
+"""Device parameters that a framework's attention kernels also have on hardware of equal rates."""
 
 COMPOSED_NORMS = 14.0
 """`norm_traffic` of norms without a fused kernel: memory traffic relative to the fused kernel.
@@ -127,7 +153,7 @@ def cluster_of_run(run: PublishedRun) -> Cluster:
         ConfigError: if the row's `hardware` is not the name of a cluster.
     """
     try:
-        cluster = load_cluster(_cluster_name_with_framework(run))
+        cluster = _cluster_with_framework(run)
     except ConfigError as error:
         raise ConfigError(
             f"row {run.id}: cannot load the cluster `hardware`: {error}\n"
@@ -150,13 +176,29 @@ def software_of_run(run: PublishedRun) -> Software:
     # Models in float16 have gradients in float16, with a scaled loss. Sharded parameters and their
     # gradients are in float32.
     is_half = run.dtype == "fp16" and run.sharded != "parameters"
-    return Software(gradient_bytes=2 if is_half else 4)
+    gathers_blocks = not any(word in run.source.lower() for word in ("zero-3", "deepspeed"))
+    return Software(gradient_bytes=2 if is_half else 4, gathers_blocks=gathers_blocks)
 
 
-def _cluster_name_with_framework(run: PublishedRun) -> str:
+def _cluster_with_framework(run: PublishedRun) -> Cluster:
+    variants = built_in_clusters()
+    for word, suffix in MACHINES.items():
+        if word in run.source.lower() and f"{run.hardware}_{suffix}" in variants:
+            return load_cluster(f"{run.hardware}_{suffix}")
     for label in filter(None, (run.framework, run.source)):
-        for word, suffix in FRAMEWORKS.items():
-            # Only if there are figures of this framework for the hardware.
-            if word in label.lower() and f"{run.hardware}_{suffix}" in built_in_clusters():
-                return f"{run.hardware}_{suffix}"
-    return run.hardware
+        for suffix in (suffix for word, suffix in FRAMEWORKS.items() if word in label.lower()):
+            if f"{run.hardware}_{suffix}" in variants:
+                return load_cluster(f"{run.hardware}_{suffix}")
+            if f"{MODEL_HARDWARE}_{suffix}" in variants:
+                return _with_figures_of(load_cluster(f"{MODEL_HARDWARE}_{suffix}"), run.hardware)
+    return load_cluster(run.hardware)
+
+
+def _with_figures_of(variant: Cluster, hardware: str) -> Cluster:
+    """Return the cluster of `hardware` with what a variant of `MODEL_HARDWARE` changes there."""
+    cluster, plain = load_cluster(hardware), load_cluster(MODEL_HARDWARE).device
+    has_equal_rates = cluster.device.rates == plain.rates
+    names = (*FRAMEWORK_FIGURES, *(ATTENTION_FIGURES if has_equal_rates else ()))
+    figures = {name: getattr(variant.device, name) for name in names}
+    changed = {name: value for name, value in figures.items() if value != getattr(plain, name)}
+    return replace(cluster, device=replace(cluster.device, **changed), software=variant.software)
