@@ -12,7 +12,7 @@ from shardwright.core.cost.clusters import load_cluster
 from shardwright.errors import ConfigError
 from shardwright.tools.compare.published_rows import PublishedRun
 from shardwright.tools.compare.published_software import COMPOSED_NORMS, cluster_of_run
-from tools.compare.test_published_rows import row
+from tools.compare.test_published_rows import planned, row
 
 BF16 = torch.bfloat16
 
@@ -69,3 +69,12 @@ def test_unknown_hardware_is_refused_with_the_row() -> None:
         ConfigError, match=r"row tiny: cannot load the cluster `hardware`: cluster 'h300'"
     ):
         cluster(hardware="h300")
+
+
+def test_only_mixtures_of_experts_of_automodel_keep_gathered_parameters() -> None:
+    automodel = {"framework": "NeMo Automodel", "sharded": "parameters"}
+    dense = planned(**automodel).candidate.decisions.sharding
+    experts = {"family": "mixtral", "experts": 4, "experts_per_token": 2}
+    sparse = planned(**automodel, **experts).candidate.decisions.sharding
+    assert dense is not None and dense.level == "level3"
+    assert sparse is not None and sparse.level == "level1"

@@ -16,6 +16,7 @@ from shardwright.core.constraints.shard import pins_of
 from shardwright.core.cost.cluster import Cluster
 from shardwright.core.cost.dry_run import DryRunCache
 from shardwright.core.cost.memory import Memory
+from shardwright.core.cost.pipeline_timeline import actions
 from shardwright.core.cost.predict import predict
 from shardwright.core.graph.graph import Graph, Op
 from shardwright.core.partition.decisions import Recompute
@@ -24,7 +25,12 @@ from shardwright.core.planner.options import MB, PlanOptions
 from shardwright.errors import ConfigError, ShardwrightError
 from shardwright.models import build, example_batch
 from shardwright.models.expert_sharding import expert_stages, paths_of_blocks, pin_expert
-from shardwright.tools.compare.published_memory import framework_peak_bytes, local_output_bytes
+from shardwright.tools.compare.published_memory import (
+    framework_peak_bytes,
+    local_output_bytes,
+    max_passes_in_flight,
+    saved_producers,
+)
 from shardwright.tools.compare.published_rows import (
     DTYPES,
     MeasuredRun,
@@ -107,14 +113,22 @@ class PlannedRun:
         all_recomputed = {name: Recompute(path) for name, path in block_ops.items()}
         recomputed = candidate.memory(replace(decisions, recompute=all_recomputed))
         recomputed_peak = self._peak_bytes(recomputed, recomputes=True)
+        not_recomputed = [
+            graph.by_name[name] for name in block_ops if name not in decisions.recompute
+        ]
+        # Megatron-LM keeps what autograd saves of the other operators; torchtitan keeps the results
+        # of those that it selects.
+        if self._recomputes_attention_only:
+            not_recomputed = saved_producers(
+                graph, not_recomputed, [graph.by_name[name] for name in decisions.recompute]
+            )
         saved_bytes = sum(
-            local_output_bytes(graph.by_name[name], candidate.mesh, decisions.cuts)
-            for name in block_ops
-            if name not in decisions.recompute
+            local_output_bytes(op, candidate.mesh, decisions.cuts) for op in not_recomputed
         )
-        stages = self.run.stages
-        # A stage has 1 / stages of the blocks, and 1F1B up to `stages` micro-batches in flight.
-        return recomputed_peak + int(saved_bytes / stages * min(stages, self.run.micro_batches))
+        # A pass in flight is of one chunk.
+        pipeline = candidate.partitioned.pipeline
+        passes = max_passes_in_flight(actions(pipeline)[0])
+        return recomputed_peak + int(saved_bytes / len(candidate.partitioned.chunks) * passes)
 
     def _peak_bytes(self, memory: Memory, recomputes: bool) -> int:
         return framework_peak_bytes(memory, self.candidate.partitioned, self.software, recomputes)

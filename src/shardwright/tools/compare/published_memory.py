@@ -7,12 +7,13 @@ kernels and a regather in the backward pass reduce.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 
 import torch
 
 from shardwright.core.cost.dry_run import ACTIVATIONS
+from shardwright.core.cost.flops import is_view
 from shardwright.core.cost.memory import Memory, StageMemory
 from shardwright.core.cost.pipeline_timeline import (
     BACKWARD,
@@ -22,7 +23,8 @@ from shardwright.core.cost.pipeline_timeline import (
     actions,
 )
 from shardwright.core.graph.custom_ops import cross_entropy, experts
-from shardwright.core.graph.graph import Op, Origin, Value
+from shardwright.core.graph.graph import Graph, Op, Origin, Value
+from shardwright.core.graph.saved_tensors import saved_tensors
 from shardwright.core.layout.layout import DeviceMatrix
 from shardwright.core.partition.chunk import Chunk
 from shardwright.core.partition.partitioned import Partitioned
@@ -58,7 +60,7 @@ def framework_peak_bytes(
         if not recomputes:
             # A pass in flight is of one chunk.
             unsaved = sum(unsaved_bytes(chunk, software) for chunk in chunks) / len(chunks)
-            stage_peak -= int(unsaved * _max_passes_in_flight(orders[stage.stage]))
+            stage_peak -= int(unsaved * max_passes_in_flight(orders[stage.stage]))
         peaks.append(stage_peak)
     return max(peaks)
 
@@ -149,6 +151,27 @@ def local_output_bytes(op: Op, mesh: DeviceMatrix, cuts: Mapping[str, Cuts]) -> 
     return op.output.numel * op.output.itemsize / prod(output_counts)
 
 
+def saved_producers(
+    graph: Graph, not_recomputed: Sequence[Op], recomputed: Iterable[Op]
+) -> list[Op]:
+    """Return the operators of `not_recomputed` whose results autograd saves for the backward pass,
+    or that `recomputed` operators read when they run again."""
+    saved: list[Value] = [value for op in recomputed for value in op.inputs]
+    for op in not_recomputed:
+        indices = saved_tensors(op)
+        saved += [op.inputs[index] for index in indices.inputs]
+        saved += [op.outputs[index] for index in indices.outputs]
+    producers = {}
+    for value in saved:
+        producer = graph.producer.get(value)
+        # A view has the memory of what it views.
+        while producer is not None and is_view(producer):
+            producer = graph.producer.get(producer.inputs[0])
+        if producer is not None:
+            producers[producer.name] = producer
+    return [op for op in not_recomputed if op.name in producers]
+
+
 def _excess_loss_bytes(stage: StageMemory, chunks: Iterable[Chunk], software: Software) -> int:
     """Return the additional bytes of this program's loss over the published framework's, at the
     peak of `stage`; 0 if memory does not peak in the backward pass of the loss."""
@@ -170,7 +193,7 @@ def _excess_loss_bytes(stage: StageMemory, chunks: Iterable[Chunk], software: So
     return 0
 
 
-def _max_passes_in_flight(order: Iterable[Action]) -> int:
+def max_passes_in_flight(order: Iterable[Action]) -> int:
     """Return the maximum number of micro-batches in flight on a stage, counted in each of its
     chunks.
 

@@ -64,12 +64,23 @@ Gradients of mixtures of experts are reduced after the last micro-batch (`defer_
 until when parameters are not resharded (`reshard_after_forward: false`): most of them are those of
 experts, which are not sharded by FSDP."""
 
+LLM_FOUNDRY = Software(logit_bytes=4)
+"""Memory settings of llm-foundry: its loss, of FlashAttention, reads bfloat16 logits and overwrites
+them with their gradient (`fused_crossentropy`), in a second copy at most."""
+
+ALEPH_ALPHA = Software(gradient_bytes=2)
+"""Memory settings of Hagemann et al. (arXiv:2311.05610): bfloat16 gradients, without which none of
+their layouts with 15 billion parameters on a device of 80 GB would have run."""
+
 # `automodel` comes before `nemo`, a word that names of NeMo Automodel contain too.
 SOFTWARE: Mapping[str, Software] = {
     "automodel": AUTOMODEL,
     "megatron-bridge": MEGATRON_CORE,
     "dgxc-benchmarking": MEGATRON_CORE,
     "nemo": MEGATRON_CORE,
+    "llm-foundry": LLM_FOUNDRY,
+    "aleph-alpha": ALEPH_ALPHA,
+    "2311.05610": ALEPH_ALPHA,
 }
 """Memory settings of frameworks, by a word in the row's `framework` or `source`."""
 
