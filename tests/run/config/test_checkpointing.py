@@ -242,7 +242,7 @@ def test_a_run_resumes_without_the_initial_weights_that_its_checkpoint_has_repla
     torch.save(initial, tmp_path / "initial.pt")
     interrupted(tmp_path, train={"load": "initial.pt"})
     (tmp_path / "initial.pt").unlink()
-    with pytest.raises(CheckpointError, match="initial.pt: no such file"):
+    with pytest.raises(CheckpointError, match=r"initial\.pt: no such file"):
         configured(tmp_path, {"train": {"load": "initial.pt"}}).checkpoint_policy.check()
     resumes = {"load": "initial.pt", "resume": True}
     configured(tmp_path, {"train": resumes}).checkpoint_policy.check()

@@ -15,7 +15,7 @@ from torch import fx, nn
 from torch.export import Dim, ShapesCollection
 
 from shardwright.core.capture.annotations import call_tags, module_tags, preserve_tags, trace_tags
-from shardwright.core.capture.attributes import BUFFERS, TracedAttributes, attribute_texts
+from shardwright.core.capture.attributes import BUFFERS, attribute_texts
 from shardwright.core.capture.autocast import call_in_autocast, traced_autocast
 from shardwright.core.capture.boundaries import settle_boundaries
 from shardwright.core.capture.build_graph import CapturedCall, build_graph
@@ -62,6 +62,7 @@ from shardwright.core.capture.signature import (
 )
 from shardwright.core.capture.sorted_rows import fold_sorted_experts
 from shardwright.core.capture.static_modules import make_static
+from shardwright.core.capture.traced_attributes import TracedAttributes
 from shardwright.core.capture.transforms import as_operators
 from shardwright.core.capture.unflatten import move_flattening_down
 from shardwright.core.capture.value_guards import PassedGuards

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shardwright.core.torch_internals.dynamo import ChangedObject
+from shardwright.core.torch_internals.dynamo_side_effects import ChangedObject
 from shardwright.errors import CaptureError
 
 _MISSING = object()

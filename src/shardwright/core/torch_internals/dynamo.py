@@ -8,7 +8,6 @@ side effects and rebuilds the function's result, and guards on all Python state 
 from __future__ import annotations
 
 import inspect
-import logging
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,14 +19,12 @@ from types import FunctionType, MappingProxyType
 from typing import Any, TypeVar
 from unittest.mock import patch
 
-import numpy as np
 from torch import Tensor, fx
 from torch._dynamo import allow_in_graph, config
 from torch._dynamo.convert_frame import CaptureOutput, fullgraph_capture, get_traced_fn
 from torch._dynamo.hooks import Hooks
 from torch._dynamo.pgo import FrameStateSizeEntry, auto_dynamic
 from torch._dynamo.side_effects import SideEffects
-from torch._dynamo.source import GlobalSource
 from torch._dynamo.utils import dynamo_timed, get_metrics_context
 from torch._dynamo.variables import (
     ConstantVariable,
@@ -39,12 +36,9 @@ from torch._dynamo.variables import (
     UnspecializedNNModuleVariable,
     builder,
 )
-from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.misc import (
     DebuggingVariable,
-    NewGlobalVariable,
     NumpyVariable,
-    get_np_to_tnp_map,
 )
 from torch._dynamo.variables.nn_module import record_nn_module_stack
 
@@ -54,6 +48,13 @@ from shardwright.core.torch_internals.dynamo_containers import (
     replay_all_contents,
     tracing_existing_containers,
 )
+from shardwright.core.torch_internals.dynamo_library_calls import (
+    iterate_logger_methods,
+    print_after_graph,
+    trace_conversion_to_numpy,
+    trace_numpy_call,
+)
+from shardwright.core.torch_internals.dynamo_side_effects import ChangedObject, find_changed_objects
 
 _OPTIONS: dict[str, Any] = {
     # Every size and number is a constant of the graph, unless it was seen to change.
@@ -111,7 +112,7 @@ def _with_capture_options(numbers: frozenset[str]) -> Iterator[None]:
 
     options = {**_OPTIONS, **(_DYNAMIC_NUMBERS if numbers else {})}
     # These return None and would break the graph; Dynamo leaves out their calls.
-    options["ignore_logging_functions"] = {*_iterate_logger_methods(), warnings.warn}
+    options["ignore_logging_functions"] = {*iterate_logger_methods(), warnings.warn}
     with (
         config.patch(**options),
         # Dynamo records metrics while it traces, which is an error outside of this context.
@@ -165,59 +166,6 @@ class ModuleCall:
             return TorchInGraphFunctionVariable(self.function).call_function(tx, call, {})
 
 
-_trace_numpy = NumpyVariable.call_function
-
-
-def _trace_numpy_call(function: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-    """Trace a NumPy call; evaluate a function of constants, and fail on a random draw.
-
-    Dynamo would draw from the generator of torch instead of NumPy's.
-    """
-    is_random = getattr(get_np_to_tnp_map().get(function.value), "__module__", "").endswith(
-        "random"
-    )
-    if not is_random and all(each.is_python_constant() for each in (*args, *kwargs.values())):
-        constants = {name: each.as_python_constant() for name, each in kwargs.items()}
-        result = function.value(*(each.as_python_constant() for each in args), **constants)
-        if isinstance(result, np.number | np.bool_):
-            # As a Python number, since Dynamo has no constants of numpy's types.
-            return ConstantVariable.create(result.item())
-    with config.patch(trace_numpy=not is_random):
-        return _trace_numpy(function, tx, args, kwargs)
-
-
-_convert_to_numpy = TensorVariable.method_numpy
-
-
-def _trace_conversion_to_numpy(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
-    """Trace `tensor.numpy()`; the bytecode converts the outputs of the graph to arrays."""
-    with config.patch(trace_numpy=True):
-        return _convert_to_numpy(self, tx, *args, **kwargs)
-
-
-def _print_after_graph(function: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-    """Record a call of `print`, which the bytecode makes after the graph has run.
-
-    Dynamo itself forgets calls in functions that the traced function calls, and accepts few types
-    of arguments. Keyword arguments are lost, as in Dynamo.
-    """
-    # Only the outermost frame writes bytecode.
-    outermost = tx
-    while getattr(outermost, "parent", None) is not None:
-        outermost = outermost.parent
-    outermost.debug_locals.append((function, list(args)))
-    return ConstantVariable.create(None)
-
-
-def _iterate_logger_methods() -> Iterator[Callable[..., Any]]:
-    """Yield the logging methods of `logging.Logger`, including methods added by libraries, such as
-    `warning_once`."""
-    for name in dir(logging.Logger):
-        method = getattr(logging.Logger, name)
-        if not name.startswith("_") and callable(method) and name != "getChild":
-            yield method
-
-
 @dataclass(frozen=True, eq=False)
 class DynamoCapture:
     """One call of a function, captured by Dynamo.
@@ -261,9 +209,7 @@ class DynamoCapture:
         emit = SideEffects.codegen_update_mutated
 
         def recorded(self: SideEffects, *args: Any, **kwargs: Any) -> None:
-            changes[:] = _find_changed_objects(
-                self
-            )  # Dynamo forgets them once the code is written.
+            changes[:] = find_changed_objects(self)  # Dynamo forgets them once the code is written.
             replay_all_contents(self)
             emit(self, *args, **kwargs)
 
@@ -280,9 +226,9 @@ class DynamoCapture:
             cached.recording(),
             guarding_missing_attributes(),
             tracing_existing_containers(),
-            patch.object(NumpyVariable, "call_function", _trace_numpy_call),
-            patch.object(TensorVariable, "method_numpy", _trace_conversion_to_numpy),
-            patch.object(DebuggingVariable, "call_function", _print_after_graph),
+            patch.object(NumpyVariable, "call_function", trace_numpy_call),
+            patch.object(TensorVariable, "method_numpy", trace_conversion_to_numpy),
+            patch.object(DebuggingVariable, "call_function", print_after_graph),
             patch.object(UnspecializedNNModuleVariable, "call_function", called_module),
         ):
             output = fullgraph_capture(function, args, dict(kwargs))
@@ -398,73 +344,6 @@ class DynamoCapture:
             )
         captured.output_graph.local_scope.clear()  # Otherwise the scope would keep the batch alive.
         return Guards(self, manager, constants)
-
-
-@dataclass(frozen=True, eq=False)
-class ChangedObject:
-    """An object that a traced call changes.
-
-    Args:
-        value: the object; for a global variable the module's `__dict__` or the module's name.
-        attributes: names of the attributes that are set; None for a container whose contents
-            change and for a global variable.
-        global_name: name of the global variable that is set; None for other objects.
-    """
-
-    value: Any
-    attributes: tuple[str, ...] | None
-    global_name: str | None = None
-
-
-def _find_changed_objects(side_effects: SideEffects) -> Iterator[ChangedObject]:
-    # Dynamo keeps the objects alive whose ids it uses as keys.
-    existing = {id(item): item for item in side_effects.keepalive}
-    for key, variable in side_effects.id_to_variable.items():
-        # Objects that the trace itself has created are no state of the user.
-        is_new = type(variable.mutation_type).__name__.endswith("New")
-        if key not in existing or is_new or not side_effects.is_modified(variable):
-            continue
-        attributes = side_effects.store_attr_mutations.get(variable)
-        if isinstance(variable, NewGlobalVariable):
-            assert attributes is not None
-            # The only attribute of this variable is the name of the global variable.
-            name = next(iter(attributes))
-            yield ChangedObject(_get_module_of_global_variable(variable.source), None, name)
-        elif attributes is None:
-            yield ChangedObject(existing[key], None)
-        else:
-            # The object still has its attributes from before the trace; the bytecode sets the new
-            # ones.
-            before = getattr(existing[key], "__dict__", {})
-            changed = [
-                name
-                for name, end in attributes.items()
-                if not _is_restored_constant(before, name, end)
-            ]
-            if changed:
-                yield ChangedObject(existing[key], tuple(changed))
-
-
-def _is_restored_constant(before: Mapping[str, Any], name: str, after: VariableTracker) -> bool:
-    """Whether an attribute has its earlier constant value again after the trace.
-
-    Code may set a flag for the duration of a call.
-    """
-    if name not in before or not isinstance(after, ConstantVariable):
-        return False
-    return type(before[name]) is type(after.value) and bool(before[name] == after.value)
-
-
-def _get_module_of_global_variable(source: Any) -> Any:
-    """Return the module name of a Dynamo source that is a global variable.
-
-    Returns None for the module of the traced function.
-    """
-    if isinstance(source, GlobalSource):
-        return None
-    # `import_source` names the module of another function by an alias of its dotted name.
-    alias: str = source.base.global_name
-    return alias.removeprefix("__import_").replace("_dot_", ".")
 
 
 def _delete_global_if_unchanged(scope: dict[str, Any], name: str, value: object) -> None:

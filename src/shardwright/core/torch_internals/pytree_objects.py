@@ -10,43 +10,34 @@ tensors, such as a configuration, is a constant.
 
 from __future__ import annotations
 
-import enum
 import json
 import sys
-from collections import OrderedDict, namedtuple
+from collections import namedtuple
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from types import MemberDescriptorType, SimpleNamespace
 from typing import Any, NoReturn
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 
+from shardwright.core.torch_internals.object_fields import (
+    CONSTANT_TYPES,
+    LEAF_TYPES,
+    describe_contents,
+    find_builtin_base_class,
+    get_attributes_by_name,
+    get_items_by_key,
+    has_items_or_attributes,
+    has_only_tensors_and_plain_values,
+    has_tensor,
+    is_constant_field,
+    set_attribute_or_slot,
+)
 from shardwright.errors import CaptureError
 
-_LIBRARIES = {*sys.stdlib_module_names, "numpy", "shardwright", "torch"} - {"__main__"}
-_WITH_OBJECTS = ("argparse", "collections", "types", "torch.distributions")
-"""Modules of libraries whose objects contain the user's data."""
-
-_BASE_CLASSES = (OrderedDict, dict, list, tuple, SimpleNamespace, object)
-"""Base classes whose objects can be created without `__init__`, subclasses before their bases."""
-
-_LEAF_TYPES = (Tensor, bool, int, float, complex, str, type(None), np.ndarray)
-_CONSTANT_TYPES = (
-    enum.Enum,
-    torch.dtype,
-    torch.device,
-    torch.layout,
-    torch.memory_format,
-    torch.Size,
-    bytes,
-)
 _TRACER_MODULES = ("torch", "shardwright")
-# Objects may refer to each other in a circle, so that searches end at some depth.
-_MAX_DEPTH = 8
 _MAX_STRUCTURES = 64
 
 
@@ -66,7 +57,7 @@ def register_objects(value: Any, only_tensors: bool = False) -> None:
         while classes := {
             type(leaf) for leaf in _pytree.tree_leaves(value) if _is_unregistered_object(leaf)
         }:
-            if only_tensors and not _has_only_tensors_and_plain_values(value):
+            if only_tensors and not has_only_tensors_and_plain_values(value):
                 return
             for cls in classes:
                 _register_class(cls)
@@ -94,7 +85,7 @@ def register_named_classes(text: str) -> None:
             named_class = getattr(named_class, each, None)
         if _pytree.is_namedtuple_class(named_class):
             _register_named_tuple(named_class)
-        elif isinstance(named_class, type) and _find_builtin_base_class(named_class) is not None:
+        elif isinstance(named_class, type) and find_builtin_base_class(named_class) is not None:
             _register_class(named_class)
 
 
@@ -106,28 +97,6 @@ def _iterate_class_names(structure: Any) -> Iterator[str]:
         yield from _iterate_class_names(child)
 
 
-def _find_builtin_base_class(cls: type) -> Any:
-    """Return the built-in class with which objects of the user's class `cls` are created; None if
-    objects of `cls` are not flattened by fields."""
-    # Built-in containers are nodes of PyTorch.
-    if cls in _BASE_CLASSES[1:4] or cls is object or cls is OrderedDict:
-        return None
-    if issubclass(cls, (Tensor, nn.Module, enum.Enum, type, torch.Size, BaseException)):
-        return None
-    module = str(cls.__module__)
-    if module.partition(".")[0] in _LIBRARIES and not module.startswith(_WITH_OBJECTS):
-        return None
-    # Subclasses come before their bases, so this is the most derived one.
-    base = next(base for base in _BASE_CLASSES if issubclass(cls, base))
-    derived = (each for each in cls.__mro__ if each not in base.__mro__)
-    # Classes of extensions have contents besides their fields.
-    return base if all(each.__flags__ & _HEAP_TYPE for each in derived) else None
-
-
-# CPython's `Py_TPFLAGS_HEAPTYPE`, which all classes that are defined in Python have.
-_HEAP_TYPE = 1 << 9
-
-
 def _is_unregistered_object(value: Any) -> bool:
     """Whether the class of a leaf can be registered and is not registered yet."""
     cls = type(value)
@@ -136,15 +105,8 @@ def _is_unregistered_object(value: Any) -> bool:
         return False
     return (
         cls not in _pytree.SUPPORTED_NODES
-        and _find_builtin_base_class(cls) is not None
-        and _has_items_or_attributes(value)
-    )
-
-
-def _has_items_or_attributes(value: Any) -> bool:
-    # `forward` may compare an object without items and attributes by identity, as a sentinel.
-    return bool(_get_items_by_key(value) or _get_attributes_by_name(value)) or isinstance(
-        value, _BASE_CLASSES[:4]
+        and find_builtin_base_class(cls) is not None
+        and has_items_or_attributes(value)
     )
 
 
@@ -156,7 +118,7 @@ def is_registered_object(value: Any) -> bool:
 
 def _register_class(cls: type) -> None:
     """Register the user's class `cls` as a pytree node that is flattened by fields."""
-    base = _find_builtin_base_class(cls)
+    base = find_builtin_base_class(cls)
 
     def unflatten(children: Iterable[Any], structure: Any) -> Any:
         return structure.rebuild(cls, base, list(children))
@@ -260,7 +222,7 @@ class _ObjectStructure:
         named = zip(self.attributes, children[count:], strict=True)
         for name, value in (*named, *((name, constant.value) for name, constant in self.constants)):
             # Not `setattr`, which the class may override, as a frozen data class does.
-            _set_attribute_or_slot(rebuilt, name, value)
+            set_attribute_or_slot(rebuilt, name, value)
         return rebuilt
 
 
@@ -273,7 +235,7 @@ class _ConstantObject:
 
     def __init__(self, value: Any) -> None:
         self.value = value
-        self.contents = _describe_contents(value)
+        self.contents = describe_contents(value)
 
     def rebuild(self, cls: type, base: Any, children: list[Any]) -> Any:
         return self.value
@@ -343,13 +305,13 @@ An object may be flattened again after other leaves, such as names, have replace
 
 def _flatten_object(value: Any) -> tuple[list[Any], Any]:
     if type(value) not in _classes_with_tensors:
-        if not _has_tensor(value):
+        if not has_tensor(value):
             return [], _cache_structure(_ConstantObject(value))
         _classes_with_tensors.add(type(value))
-    items, attributes = _get_items_by_key(value), _get_attributes_by_name(value)
+    items, attributes = get_items_by_key(value), get_attributes_by_name(value)
     children = {name: item for name, item in attributes.items() if _is_child_of_structure(item)}
     constants = tuple(
-        (name, _ConstantObject(item) if _is_constant_field(item) else _UnknownField(item))
+        (name, _ConstantObject(item) if is_constant_field(item) else _UnknownField(item))
         for name, item in attributes.items()
         if name not in children
     )
@@ -410,116 +372,16 @@ def _convert_structure_from_json(content: Any) -> Any:
     return _cached_structures[content[0]]
 
 
-def _get_items_by_key(value: Any) -> dict[Hashable, Any]:
-    # By the methods of the built-in class, which the user's class may override.
-    if isinstance(value, dict):
-        return dict(dict.items(value))
-    if isinstance(value, list):
-        return dict(enumerate(list.__iter__(value)))
-    return dict(enumerate(tuple.__iter__(value))) if isinstance(value, tuple) else {}
-
-
-def _get_attributes_by_name(value: Any) -> dict[str, Any]:
-    """Return the attributes of an object by name, including attributes in slots."""
-    slot_values: dict[str, Any] = {}
-    for base in type(value).__mro__:
-        for name, slot in vars(base).items():
-            if type(slot) is MemberDescriptorType and not name.startswith("__"):
-                try:
-                    slot_values[name] = slot.__get__(value)
-                except AttributeError:  # Not set yet.
-                    continue
-    try:
-        # Not `vars()`: the user's class may define `__getattribute__` or `__dict__`.
-        attributes = object.__getattribute__(value, "__dict__")
-    except AttributeError:
-        return slot_values
-    # An object that is its own `__dict__` has its attributes as items.
-    return slot_values if attributes is value else {**slot_values, **attributes}
-
-
-def _set_attribute_or_slot(rebuilt: Any, name: str, value: Any) -> None:
-    for base in type(rebuilt).__mro__:
-        slot = vars(base).get(name)
-        if type(slot) is MemberDescriptorType:
-            slot.__set__(rebuilt, value)
-            return
-    object.__getattribute__(rebuilt, "__dict__")[name] = value
-
-
 def _is_child_of_structure(value: Any) -> bool:
     # By the exact class: an `IntEnum` is an integer too, but a constant.
     cls = type(value)
-    if cls in _LEAF_TYPES or isinstance(value, (Tensor, np.ndarray)):
+    if cls in LEAF_TYPES or isinstance(value, (Tensor, np.ndarray)):
         return True
-    if isinstance(value, (*_CONSTANT_TYPES, nn.Module, UnreadField)):
+    if isinstance(value, (*CONSTANT_TYPES, nn.Module, UnreadField)):
         return False
     # Tracers replace numbers and tensors by objects of their own.
     if cls is object or cls.__module__.partition(".")[0] in _TRACER_MODULES:
         return True
     if _pytree.is_namedtuple_class(cls) or cls in _pytree.SUPPORTED_NODES:
         return True
-    return _find_builtin_base_class(cls) is not None and _has_items_or_attributes(value)
-
-
-def _is_constant_field(value: Any) -> bool:
-    """Whether a field that is not a pytree child has an immutable value."""
-    if isinstance(value, (*_CONSTANT_TYPES, *_LEAF_TYPES, type, range, slice)):
-        return True
-    if isinstance(value, frozenset):
-        return not _has_tensor(value)
-    return callable(value) and not isinstance(value, nn.Module) and hasattr(value, "__qualname__")
-
-
-def _has_tensor(value: Any, depth: int = 0) -> bool:
-    if isinstance(value, (Tensor, np.ndarray)):
-        return True
-    if depth > _MAX_DEPTH or type(value) in _LEAF_TYPES:
-        return False
-    contents: Iterable[Any] = ()
-    if isinstance(value, (set, frozenset)):
-        contents = value
-    elif (
-        isinstance(value, (dict, list, tuple)) or _find_builtin_base_class(type(value)) is not None
-    ):
-        contents = (*_get_items_by_key(value).values(), *_get_attributes_by_name(value).values())
-    elif type(value) in _pytree.SUPPORTED_NODES:
-        contents = _pytree.SUPPORTED_NODES[type(value)].flatten_fn(value)[0]
-    return any(_has_tensor(item, depth + 1) for item in contents)
-
-
-def _has_only_tensors_and_plain_values(value: Any, depth: int = 0) -> bool:
-    """Whether a value contains only tensors, numbers and strings, in any containers and objects."""
-    if isinstance(value, Tensor) or type(value) in _LEAF_TYPES:
-        return True
-    cls = type(value)
-    builtin = cls in (dict, list, tuple, OrderedDict)
-    if cls in _pytree.SUPPORTED_NODES and not builtin:
-        children = _pytree.SUPPORTED_NODES[cls].flatten_fn(value)[0]
-        return all(_has_only_tensors_and_plain_values(child, depth + 1) for child in children)
-    if depth > _MAX_DEPTH or (
-        not builtin and (_find_builtin_base_class(cls) is None or not _has_tensor(value))
-    ):
-        return False
-    contents = (*_get_items_by_key(value).values(), *_get_attributes_by_name(value).values())
-    return all(_has_only_tensors_and_plain_values(item, depth + 1) for item in contents)
-
-
-def _describe_contents(value: Any, depth: int = 0) -> str:
-    """Describe the contents of an object as text, equal on all ranks for equal contents."""
-    cls = type(value)
-    name = f"{cls.__module__}.{cls.__qualname__}"
-    if cls in _LEAF_TYPES or isinstance(value, _CONSTANT_TYPES):
-        return repr(value)
-    if callable(value) and hasattr(value, "__qualname__"):
-        return f"{getattr(value, '__module__', '')}.{value.__qualname__}"
-    if isinstance(value, (set, frozenset)):
-        # Sorted, as the order of a set differs between ranks.
-        return f"{name}{sorted(_describe_contents(item, depth + 1) for item in value)}"
-    if depth > _MAX_DEPTH:
-        return name
-    contents: dict[Any, Any] = {**_get_items_by_key(value), **_get_attributes_by_name(value)}
-    item_texts = (
-        f"{key!r}: {_describe_contents(item, depth + 1)}" for key, item in contents.items()
-    )
-    return f"{name}({', '.join(item_texts)})"
+    return find_builtin_base_class(cls) is not None and has_items_or_attributes(value)

@@ -1,0 +1,67 @@
+"""Calls of numpy, `print` and loggers that TorchDynamo traces otherwise than Python runs them.
+
+The functions take the place of methods of Dynamo during a trace, and have their arguments.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+from torch._dynamo import config
+from torch._dynamo.variables import ConstantVariable, TensorVariable
+from torch._dynamo.variables.misc import NumpyVariable, get_np_to_tnp_map
+
+_trace_numpy = NumpyVariable.call_function
+
+
+def trace_numpy_call(function: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+    """Trace a NumPy call; evaluate a function of constants, and fail on a random draw.
+
+    Dynamo would draw from the generator of torch instead of NumPy's.
+    """
+    is_random = getattr(get_np_to_tnp_map().get(function.value), "__module__", "").endswith(
+        "random"
+    )
+    if not is_random and all(each.is_python_constant() for each in (*args, *kwargs.values())):
+        constants = {name: each.as_python_constant() for name, each in kwargs.items()}
+        result = function.value(*(each.as_python_constant() for each in args), **constants)
+        if isinstance(result, np.number | np.bool_):
+            # As a Python number, since Dynamo has no constants of numpy's types.
+            return ConstantVariable.create(result.item())
+    with config.patch(trace_numpy=not is_random):
+        return _trace_numpy(function, tx, args, kwargs)
+
+
+_convert_to_numpy = TensorVariable.method_numpy
+
+
+def trace_conversion_to_numpy(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+    """Trace `tensor.numpy()`; the bytecode converts the outputs of the graph to arrays."""
+    with config.patch(trace_numpy=True):
+        return _convert_to_numpy(self, tx, *args, **kwargs)
+
+
+def print_after_graph(function: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+    """Record a call of `print`, which the bytecode makes after the graph has run.
+
+    Dynamo itself forgets calls in functions that the traced function calls, and accepts few types
+    of arguments. Keyword arguments are lost, as in Dynamo.
+    """
+    # Only the outermost frame writes bytecode.
+    outermost = tx
+    while getattr(outermost, "parent", None) is not None:
+        outermost = outermost.parent
+    outermost.debug_locals.append((function, list(args)))
+    return ConstantVariable.create(None)
+
+
+def iterate_logger_methods() -> Iterator[Callable[..., Any]]:
+    """Yield the logging methods of `logging.Logger`, including methods added by libraries, such as
+    `warning_once`."""
+    for name in dir(logging.Logger):
+        method = getattr(logging.Logger, name)
+        if not name.startswith("_") and callable(method) and name != "getChild":
+            yield method
