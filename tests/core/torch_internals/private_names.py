@@ -481,6 +481,10 @@ PIPELINING = (
         "the order of passes, of which pairs are run one after the other",
     ),
     PrivateName(
+        "torch.distributed.pipelining.schedules._PipelineScheduleRuntime._prepare_schedule_with_comms",
+        "left out where only the order of passes is needed",
+    ),
+    PrivateName(
         "torch.distributed.pipelining._backward.stage_backward",
         "rehearses the backward pass of a stage as its schedule runs it",
     ),

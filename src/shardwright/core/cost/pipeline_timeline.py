@@ -12,7 +12,7 @@ from functools import cache, cached_property, lru_cache
 
 from shardwright.core.partition.pipeline_spec import PipelineSpec
 from shardwright.core.partition.schedules import SCHEDULES, ScheduleSpec
-from shardwright.core.torch_internals.pipelining import get_schedule_ops
+from shardwright.core.torch_internals.pipelining import planned_actions
 from shardwright.errors import PlanError
 
 FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT = "F", "B", "I", "W"
@@ -127,7 +127,7 @@ def actions(pipeline: PipelineSpec) -> tuple[tuple[Action, ...], ...]:
 def _actions_of_torch_schedule(
     schedule: ScheduleSpec, stages: int, micro_batches: int, chunks: int
 ) -> tuple[tuple[Action, ...], ...]:
-    orders = get_schedule_ops(
+    orders = planned_actions(
         schedule.torch_class(micro_batches, stages), stages, micro_batches, chunks
     )
     result = []

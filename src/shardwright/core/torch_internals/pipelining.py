@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -28,8 +29,8 @@ from torch.distributed.pipelining.stage import _PipelineStageBase as PipelineSta
 __all__ = [
     "SENDS_ONLY_GRADIENTS",
     "PipelineStageBase",
-    "get_schedule_ops",
     "pipeline_stage",
+    "planned_actions",
     "schedule_class",
     "stage_backward",
     "stage_backward_input",
@@ -72,6 +73,25 @@ def schedule_class(name: str) -> TorchSchedule:
     """Return the schedule class called `name`: one of `OWN_SCHEDULES`, or else PyTorch's."""
     own_or_torch: TorchSchedule = OWN_SCHEDULES.get(name) or getattr(schedules, name)
     return own_or_torch
+
+
+def planned_actions(
+    schedule: TorchSchedule, stages: int, micro_batches: int, chunks: int
+) -> list[list[TorchAction | None]]:
+    """Return the actions of each stage in order, without sends and receives."""
+    return get_schedule_ops(_without_messages(schedule), stages, micro_batches, chunks)
+
+
+@cache
+def _without_messages(schedule: TorchSchedule) -> TorchSchedule:
+    """Return a subclass of `schedule` that does not plan sends and receives, which takes most of
+    the time of constructing a schedule."""
+    if not issubclass(schedule, PipelineScheduleMulti):
+        return schedule
+    subclass: Any = type(schedule.__name__, (schedule,), {})
+    subclass._prepare_schedule_with_comms = lambda *_, **__: None
+    without_messages: TorchSchedule = subclass
+    return without_messages
 
 
 def pipeline_stage(
