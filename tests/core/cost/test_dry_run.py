@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -41,10 +42,8 @@ def test_equal_chunks_need_what_each_needs_by_itself(
     plan = planned(schedule, level)
     shared = plan.memory
 
-    def alone(*given: object) -> DryRun:
-        return dry_run_chunk(*given[:3], {})  # type: ignore[arg-type]
-
-    monkeypatch.setattr(DryRunCache, "of", lambda self, *given: alone(*given))
+    run = DryRunCache.of
+    monkeypatch.setattr(DryRunCache, "of", lambda _, *given: run(DryRunCache(), *given))
     assert memory(plan.partitioned) == shared
 
 
@@ -65,6 +64,23 @@ def test_the_middle_stages_of_equal_layers_run_once(
     before = len(made)
     assert again.memory_with("sgd").peak < by_itself.peak
     assert len(made) == before, "nothing runs for another optimizer"
+
+
+def test_schedules_share_the_passes_that_both_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DualPipeV runs some backward passes in full, as 1F1B does, and splits others."""
+    made: list[Sequence[str]] = []
+
+    def counted(*given: Any) -> DryRun:
+        made.append(given[2])
+        return dry_run_chunk(*given)
+
+    monkeypatch.setattr(dry_run, "dry_run_chunk", counted)
+    plan, cache = planned("dualpipe_v"), DryRunCache()
+    chunk = plan.partitioned.chunks[1]
+    cache.of(plan.partitioned, chunk, ("F", "B"))
+    both = cache.of(plan.partitioned, chunk, ("F", "B", "I", "W"))
+    assert made == [("F", "B"), ("F", "I", "W")]
+    assert set(both.later) == {"F", "B", "I", "W"}
 
 
 def test_arguments_that_are_no_tensors_may_stand_between_those_that_are() -> None:

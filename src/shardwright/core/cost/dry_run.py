@@ -113,28 +113,12 @@ def dry_run_chunk(
     """Return the memory of one chunk of a model, measured by a dry run.
 
     Args:
-        pass_types: passes of the micro-batches (`F`, `B`, `I`, `W`), in order. With both `B` and
-            `I`, some micro-batches run `F`, `B` and others `F`, `I`, `W`.
+        pass_types: passes of the micro-batches (`F`, `B`, `I`, `W`), in order, not both `B` and
+            `I`: either backward pass frees the activations of the forward pass.
         cached_results: shapes of the results of operators that have run, by operator and arguments.
         on_share: called with the completed fraction of lowering and actions.
         kernels: kernels of the device type; by default those of this machine's devices.
     """
-    # One run cannot measure both: either backward pass frees the activations of the forward pass.
-    if BACKWARD in pass_types and BACKWARD_INPUT in pass_types:
-        split, full = (
-            dry_run_chunk(
-                partitioned,
-                chunk,
-                [each for each in pass_types if each not in excluded],
-                cached_results,
-                subrange(on_share, run_index, 2),
-                kernels,
-            )
-            for run_index, excluded in enumerate(((BACKWARD,), (BACKWARD_INPUT, BACKWARD_WEIGHT)))
-        )
-        return replace(
-            split, first={**full.first, **split.first}, later={**full.later, **split.later}
-        )
     run = _MetaChunk.from_chunk(partitioned, chunk, BACKWARD_INPUT in pass_types, cached_results)
     kernels = kernels or FusedKernels()
     # The caller may plan inside `torch.no_grad` or `torch.inference_mode`.
@@ -512,15 +496,32 @@ class DryRunCache:
         """Return the memory of `chunk` from a dry run, or from the cache.
 
         Args:
-            pass_types: passes of the micro-batches (`F`, `B`, `I`, `W`), in order.
+            pass_types: passes of the micro-batches (`F`, `B`, `I`, `W`), in order. With both `B`
+                and `I`, some micro-batches run `F`, `B` and others `F`, `I`, `W`.
             on_share: called with the completed fraction of the dry run.
         """
         # Only the presence of several micro-batches matters, which accumulate gradients.
-        has_several_micro_batches = partitioned.pipeline.micro_batches > 1
-        key = (chunk_key(chunk), chunk.mesh, tuple(pass_types), has_several_micro_batches)
-        if key not in self._runs:
-            cached_results = self._operator_results
-            self._runs[key] = dry_run_chunk(
-                partitioned, chunk, pass_types, cached_results, on_share, self.kernels
+        chunk_facts = chunk_key(chunk), chunk.mesh, partitioned.pipeline.micro_batches > 1
+
+        def run(passes: tuple[str, ...], on_share: OnShare) -> DryRun:
+            key = *chunk_facts, passes
+            if key not in self._runs:
+                cached_results = self._operator_results
+                self._runs[key] = dry_run_chunk(
+                    partitioned, chunk, passes, cached_results, on_share, self.kernels
+                )
+            return self._runs[key]
+
+        if not (BACKWARD in pass_types and BACKWARD_INPUT in pass_types):
+            return run(tuple(pass_types), on_share)
+        # One run cannot measure both. Schedules that run only one of them share its run.
+        split, full = (
+            run(
+                tuple(each for each in pass_types if each not in excluded),
+                subrange(on_share, run_index, 2),
             )
-        return self._runs[key]
+            for run_index, excluded in enumerate(((BACKWARD,), (BACKWARD_INPUT, BACKWARD_WEIGHT)))
+        )
+        return replace(
+            split, first={**full.first, **split.first}, later={**full.later, **split.later}
+        )
