@@ -14,7 +14,8 @@ from torch import Tensor, nn
 import shardwright as sw
 from shardwright.core.constraints.shard import pins_of
 from shardwright.core.partition.schedules import SCHEDULES
-from shardwright.core.planner.candidate import Candidate, CapturedModel, candidates
+from shardwright.core.planner.candidate import Candidate, candidates
+from shardwright.core.planner.captured_model import CapturedModel
 from shardwright.core.planner.choose_stages import fastest_over_stages, stage_counts, suggest_stages
 from shardwright.core.planner.fit_memory import candidate_within_memory
 from shardwright.core.planner.options import PlanOptions

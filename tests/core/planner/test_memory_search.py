@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import shardwright as sw
-from shardwright.core.planner import memory_search
-from shardwright.core.planner.memory_search import next_mem_coeff_bound
+from shardwright.core.planner import group_search
+from shardwright.core.planner.group_search import next_mem_coeff_bound
 from shardwright.core.search.by_time.search import TimedSearch
 from shardwright.progress import ignore_share
 
@@ -38,7 +38,7 @@ def test_options_without_zero_are_searched_only_if_they_may_be_the_fastest(
     found = plan(memory_limit="1GiB")
     few = shard_sizes.count(None)
     shard_sizes.clear()
-    monkeypatch.setattr(memory_search, "UNSHARDED_BOUND", 0.0)
+    monkeypatch.setattr(group_search, "UNSHARDED_BOUND", 0.0)
     thorough = plan(memory_limit="1GiB")
     assert found.step_time == thorough.step_time
     assert few < shard_sizes.count(None)

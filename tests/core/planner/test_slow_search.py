@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwright as sw
-from shardwright.core.planner import memory_search
+from shardwright.core.planner import search_queue
 from shardwright.core.planner.slow_search import FIRST_REPORT_SECONDS, ReportTimes
 
 
@@ -42,7 +42,7 @@ def test_the_best_plan_so_far_is_reported_and_the_plan_is_the_same(
     options = {"devices": 4, "cluster": "a100"}
     limit = sw.plan(graph, **options).memory.peak // 2
     expected = sw.plan(graph, memory_limit=limit, **options)
-    monkeypatch.setattr(memory_search.ReportTimes, "due", lambda _: 123.0)
+    monkeypatch.setattr(search_queue.ReportTimes, "due", lambda _: 123.0)
     with caplog.at_level(logging.WARNING, "shardwright.search"):
         found = sw.plan(graph, memory_limit=limit, **options)
     assert found.step == expected.step

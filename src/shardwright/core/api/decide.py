@@ -24,7 +24,8 @@ from shardwright.core.parallel.train_step import check_loss_of_batch
 from shardwright.core.plan import Plan
 from shardwright.core.plan.ranked import LeftOut
 from shardwright.core.planner.best_candidate import best_candidate, raised_gc_threshold
-from shardwright.core.planner.candidate import Candidate, CapturedModel, PlanTask
+from shardwright.core.planner.candidate import Candidate, PlanTask
+from shardwright.core.planner.captured_model import CapturedModel
 from shardwright.core.planner.choose_micro_batches import fastest_over_micro_batches
 from shardwright.core.planner.options import PlanOptions
 from shardwright.core.planner.pipeline import Pipeline, merged_options

@@ -52,7 +52,7 @@ from shardwright.core.cost.pipeline_timeline import (
 from shardwright.core.cost.tensor_tracking import PARAMETERS, WEIGHTS
 from shardwright.core.graph.graph import Value
 from shardwright.core.layout.axes import Shape
-from shardwright.core.layout.layout import TensorLayout
+from shardwright.core.layout.layout import interned_layout
 from shardwright.core.partition.chunk import Chunk
 from shardwright.core.partition.communication import default_storage, initial_layout
 from shardwright.core.partition.decisions import ZERO_LEVELS
@@ -232,9 +232,10 @@ def memory_lower_bounds(
         PlanError: if the optimizer is unknown.
     """
     stages, leaves = [], {each for each in partitioned.graph.inputs if isinstance(each, Value)}
+    table_shapes = table_shapes_of(partitioned.graph)
     for number in range(partitioned.pipeline.stages):
         chunks = partitioned.chunks_of(number)
-        shards = trained_shards(chunks, table_shapes_of(partitioned.graph))
+        shards = trained_shards(chunks, table_shapes)
         # Trained parameters only: without the frozen ones the sum is still a lower bound.
         stored = sum(prod(shard.shape) * shard.dtype.itemsize for shard in shards)
         # The second `stored` is the gradients, which the optimizer reads in the layout of storage.
@@ -276,13 +277,18 @@ def _local_bytes(value: Value, chunk: Chunk, dtype: torch.dtype) -> int:
 def _live_bytes_between_micro_batches(chunk: Chunk) -> int:
     """Return the bytes of gathered or cast parameters, and of full gradients beyond their shards,
     that are alive between the micro-batches of a step."""
-    sharding, decisions = chunk.decisions.sharding, chunk.decisions
-    level = None if sharding is None else sharding.level
-    default_axes = default_storage(chunk.graph, chunk.mesh, decisions.cuts)
+    mesh, decisions = chunk.mesh, chunk.decisions
+    level = None if decisions.sharding is None else decisions.sharding.level
+    parameters = [each for each in chunk.graph.parameters if each.requires_grad]
+    keeps_gathered = level in (ZERO_LEVELS[0], ZERO_LEVELS[1])
+    # Neither a second copy nor a full gradient, whatever the layouts are.
+    if not keeps_gathered and all(each.dtype == each.stored_dtype for each in parameters):
+        return 0
+    used_axes = default_storage(chunk.graph, mesh, decisions.cuts)
     unsharded_bytes = 0
-    for value in (each for each in chunk.graph.parameters if each.requires_grad):
-        as_used = TensorLayout(chunk.mesh, default_axes[value.name])
-        stored = initial_layout(value, chunk.mesh, decisions)
+    for value in parameters:
+        as_used = interned_layout(mesh, used_axes[value.name])
+        stored = initial_layout(value, mesh, decisions)
         full_numel, shard_numel = (
             prod(each.shard_shape(value.shape)) for each in (as_used, stored)
         )
@@ -293,7 +299,7 @@ def _live_bytes_between_micro_batches(chunk: Chunk) -> int:
             unsharded_bytes += (
                 full_numel * value.itemsize if value.dtype != value.stored_dtype else 0
             )
-        elif level in (ZERO_LEVELS[0], ZERO_LEVELS[1]):
+        elif keeps_gathered:
             unsharded_bytes += full_numel * value.itemsize
             if level == ZERO_LEVELS[0]:
                 unsharded_bytes += (full_numel - shard_numel) * value.stored_dtype.itemsize
@@ -310,10 +316,9 @@ def trained_shards(chunks: Sequence[Chunk], table_shapes: Container[Shape]) -> l
     shards = {}
     for chunk in chunks:
         for value in chunk.graph.parameters:
-            # A parameter without storage axes is replicated.
-            axes = chunk.decisions.storage.get(value.name, ((),) * len(value.shape))
             if value.requires_grad:
-                shape = TensorLayout(chunk.mesh, tuple(axes)).shard_shape(value.shape)
+                stored = initial_layout(value, chunk.mesh, chunk.decisions)
+                shape = stored.shard_shape(value.shape)
                 is_table = value.shape in table_shapes
                 shards[value.name] = TrainedShard(shape, value.stored_dtype, value.shape, is_table)
     return list(shards.values())

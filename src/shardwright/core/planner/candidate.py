@@ -14,25 +14,21 @@ from functools import cached_property
 
 from shardwright.core.constraints import (
     input_entries,
-    requested_storage,
     resolve,
     sharded_input_axes,
 )
-from shardwright.core.constraints.recompute import recompute_of
-from shardwright.core.constraints.shard import Pins
-from shardwright.core.cost.dry_run import DryRunCache
 from shardwright.core.cost.memory import Memory, memory
-from shardwright.core.cost.predict import ChunkTime, Predicted, chunk_times, predict
+from shardwright.core.cost.predict import Predicted, chunk_times, predict
 from shardwright.core.cost.step_time import operator_seconds
 from shardwright.core.cost.time_model import TimeModel
-from shardwright.core.graph.graph import Graph
 from shardwright.core.layout.layout import DeviceMatrix
 from shardwright.core.partition.communication import default_storage
-from shardwright.core.partition.decisions import Decisions, Recompute, Storage
+from shardwright.core.partition.decisions import Decisions
 from shardwright.core.partition.fold_axes import dtensor_axes, fold_axes
 from shardwright.core.partition.partitioned import Partitioned
 from shardwright.core.partition.pipeline_spec import PipelineSpec
 from shardwright.core.plan import Plan, make_plan
+from shardwright.core.planner.captured_model import CapturedModel, SharedCuts
 from shardwright.core.planner.options import MB, PlanOptions
 from shardwright.core.planner.pipeline import pipeline_spec
 from shardwright.core.rules.rule import Cuts
@@ -40,7 +36,6 @@ from shardwright.core.search.align_axis_splits import align_axis_splits
 from shardwright.core.search.assign_stages import balanced_chunks
 from shardwright.core.search.modes import MODES, check_takes_pins
 from shardwright.core.search.nearby_cuts import group_equal_axes
-from shardwright.core.search.optimizer_sharding import sharded_storage
 from shardwright.core.search.reassign_equal_axes import reassign_equal_axes
 from shardwright.core.search.request import SearchRequest
 from shardwright.core.search.ring_cuts import ring_cuts
@@ -48,54 +43,6 @@ from shardwright.errors import StrategyError
 from shardwright.progress import share_reporter
 
 log = logging.getLogger("shardwright.search")
-
-
-@dataclass(frozen=True)
-class CapturedModel:
-    """A captured model, the user's constraints, and caches that all candidates share.
-
-    Args:
-        graph: graph of one micro-batch.
-        pins: strategies and parameter placements fixed by the user.
-        modules: module names that are valid in `stage_config`.
-        training: whether the model was captured in training mode.
-        loss_reduction: reduction over the losses of micro-batches, `mean` or `sum`.
-        batch_dims: sample dimension of each leaf of the model's arguments; empty if it is 0 for
-            all.
-        dry_runs: cache of the dry runs of chunks, which measure memory.
-        search_results: cached results by the arguments of the search: (cuts, seconds that the
-            search took), or the error that the search raised.
-        chunk_assignments: cached chunk index of each operator, by the arguments of the search, the
-            index of the search result and the number of chunks.
-        chunk_times: cached (decisions, seconds of each chunk) pairs, by numbers of stages and of
-            chunks, and whether the schedule splits the backward pass; a list, as decisions are not
-            hashable. Different searches often return equal cuts.
-    """
-
-    graph: Graph
-    pins: Pins
-    modules: tuple[str, ...]
-    training: bool
-    loss_reduction: str = "mean"
-    batch_dims: tuple[int | None, ...] = ()
-    dry_runs: DryRunCache = field(default_factory=DryRunCache)
-    search_results: dict[object, tuple[Sequence[Mapping[str, Cuts]], float] | StrategyError] = (
-        field(default_factory=dict)
-    )
-    chunk_assignments: dict[object, Mapping[str, int]] = field(default_factory=dict)
-    chunk_times: dict[object, list[tuple[tuple[object, ...], Sequence[ChunkTime]]]] = field(
-        default_factory=dict
-    )
-
-    @cached_property
-    def recompute(self) -> Mapping[str, Recompute]:
-        """Recomputation of the operators marked by `sw.recompute`, by operator name."""
-        return recompute_of(self.graph)
-
-    @property
-    def is_pinned(self) -> bool:
-        """Whether the user pinned any operator or parameter."""
-        return bool(self.pins.strategies or self.pins.parameters)
 
 
 @dataclass(frozen=True)
@@ -107,6 +54,8 @@ class Candidate:
         search_seconds: seconds that the search took.
         measured_memory: memory of each stage, measured by dry runs; None if not measured.
         pinned: cuts fixed by the user, by operator name.
+        is_baseline: whether the cuts are those of plain data parallelism, which every search is
+            compared with.
     """
 
     model: CapturedModel
@@ -117,6 +66,7 @@ class Candidate:
     search_seconds: float
     measured_memory: Memory | None = None
     pinned: Mapping[str, Cuts] = field(default_factory=dict)
+    is_baseline: bool = False
 
     @cached_property
     def partitioned(self) -> Partitioned:
@@ -168,6 +118,11 @@ class Candidate:
         return _align_candidate(self) if has_many_axes else self
 
     @property
+    def cuts(self) -> SharedCuts:
+        """The cuts of all operators."""
+        return self.model.share(self.decisions.cuts)
+
+    @property
     def shards_storage(self) -> bool:
         """Whether any parameter is stored in another layout than operators read it in, as with
         ZeRO."""
@@ -186,7 +141,7 @@ class Candidate:
 
     def with_sharding_of(self, options: PlanOptions) -> Candidate:
         """Return a candidate with the same cuts, and storage sharded as in `options`."""
-        storage = _parameter_storage_layouts(self.model, self.mesh, self.decisions.cuts, options)
+        storage = self.model.storage(self.mesh, self.cuts, options.sharding)
         decisions = replace(self.decisions, storage=storage, sharding=options.sharding)
         # The memory was measured with the other storage.
         return replace(self, options=options, decisions=decisions, measured_memory=None)
@@ -266,7 +221,8 @@ def candidates(model: CapturedModel, options: PlanOptions) -> Sequence[Candidate
     if not model.is_pinned:
         # Data parallelism is impossible if the batch is not divisible by the number of devices.
         with suppress(StrategyError):
-            results += _search_with_mode(model, options, "data_parallel")
+            baselines = _search_with_mode(model, options, "data_parallel")
+            results += [replace(each, is_baseline=True) for each in baselines]
     return results
 
 
@@ -308,12 +264,12 @@ def _search_with_mode(model: CapturedModel, options: PlanOptions, mode: str) -> 
     if options.cluster is not None and options.limit is not None:
         # Slower variants that need less memory: they can be the best only under a memory limit.
         rings = (ring_cuts(graph, fixed.mesh, c, fixed.cuts, options.limit) for c in results)
-        results = [*results, *(cuts for cuts in rings if cuts is not None)]
-    for index, cuts in enumerate(results):
+        results = [*results, *(model.share(cuts) for cuts in rings if cuts is not None)]
+    for cuts in results:
         balanced_pipeline = pipeline
         # With `stage_config`, `pipeline_spec` has assigned the operators.
         if pipeline.stages > 1 and options.stage_config is None:
-            division = key, index, pipeline.num_chunks
+            division = fixed.mesh, cuts, pipeline.stages, pipeline.num_chunks
             # The division depends on the cuts only, not on the storage of parameters.
             if division not in model.chunk_assignments:
                 model.chunk_assignments[division] = _assign_ops_to_balanced_chunks(
@@ -322,7 +278,7 @@ def _search_with_mode(model: CapturedModel, options: PlanOptions, mode: str) -> 
             balanced_pipeline = replace(pipeline, chunk_of=model.chunk_assignments[division])
         decisions = Decisions(
             cuts,
-            _parameter_storage_layouts(model, fixed.mesh, cuts, options),
+            model.storage(fixed.mesh, cuts, options.sharding),
             fixed.outputs,
             sharded_inputs,
             sharding=options.sharding,
@@ -350,7 +306,7 @@ def _search_once(
     mode: str,
     key: tuple[object, ...],
     request: SearchRequest,
-) -> tuple[Sequence[Mapping[str, Cuts]], float]:
+) -> tuple[Sequence[SharedCuts], float]:
     """Return the cuts that the search mode `mode` finds, and the seconds of the search; both are
     cached in `model` under `key`.
 
@@ -365,7 +321,8 @@ def _search_once(
         started = time.perf_counter()
         try:
             results = MODES[mode].candidate_cuts(replace(request, on_share=on_share))
-            model.search_results[key] = results, time.perf_counter() - started
+            shared = [model.share(cuts) for cuts in results]
+            model.search_results[key] = shared, time.perf_counter() - started
         except StrategyError as error:
             # Other attempts search with equal arguments, and would fail in the same way.
             model.search_results[key] = error
@@ -416,8 +373,9 @@ def _align_candidate(candidate: Candidate) -> Candidate:
         # First in the list, as `min` returns the first of equal variants.
         variants = [best]
         for cuts in align_axis_splits(model.graph, mesh, best.decisions.cuts, best.pinned, axes):
-            storage = _parameter_storage_layouts(model, mesh, cuts, options)
-            decisions = replace(best.decisions, cuts=cuts, storage=storage)
+            shared = model.share(cuts)
+            storage = model.storage(mesh, shared, options.sharding)
+            decisions = replace(best.decisions, cuts=shared, storage=storage)
             variants.append(replace(best, decisions=decisions))
         best = min(
             (variant for variant in variants if variant.seconds <= best.seconds),
@@ -431,26 +389,14 @@ def _reassign_axes_of_candidate(candidate: Candidate) -> Candidate:
     increases the communication volume."""
     # Only without a cluster, where all links are equal and these axes are interchangeable.
     model, mesh, decisions = candidate.model, candidate.mesh, candidate.decisions
-    cuts = reassign_equal_axes(model.graph, mesh, decisions.cuts, candidate.pinned)
-    if cuts == decisions.cuts:
+    cuts = model.share(reassign_equal_axes(model.graph, mesh, decisions.cuts, candidate.pinned))
+    if cuts is decisions.cuts:
         return candidate
     # Storage follows cuts: by default a parameter is stored as its first sharded use reads it.
-    storage = _parameter_storage_layouts(model, mesh, cuts, candidate.options)
+    storage = model.storage(mesh, cuts, candidate.options.sharding)
     reassigned = replace(candidate, decisions=replace(decisions, cuts=cuts, storage=storage))
     return min(
         (reassigned, candidate),
         # With equal bytes the one whose axes fold into fewer.
         key=lambda each: (each.communicated_bytes, len(each.folded.mesh.device_matrix)),
     )
-
-
-def _parameter_storage_layouts(
-    model: CapturedModel, mesh: DeviceMatrix, cuts: Mapping[str, Cuts], options: PlanOptions
-) -> Storage:
-    """Return the mesh axes that shard each dim of each stored parameter: as pinned, as sharded by
-    ZeRO or HSDP, or as operators read the parameter."""
-    graph, pinned = model.graph, model.pins.parameters
-    storage: Storage = requested_storage(graph, mesh, pinned, default_storage(graph, mesh, cuts))
-    if options.sharding is None:
-        return storage
-    return sharded_storage(graph, mesh, cuts, storage, options.sharding, pinned)

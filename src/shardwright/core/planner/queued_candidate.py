@@ -3,14 +3,13 @@ need."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from shardwright.core.planner.attempts import Attempt
 from shardwright.core.planner.candidate import Candidate
-from shardwright.core.rules.rule import Cuts
 from shardwright.core.search.recompute.blocks import (
     DEFAULT_COSTS,
     RecomputeBlocks,
@@ -77,8 +76,8 @@ class RecomputeCache:
 
     def recompute_levels(self, candidate: Candidate) -> RecomputeLevels:
         """Return the recomputation levels of a candidate, which do not depend on the ZeRO level."""
-        graph, pipeline, cuts = candidate.model.graph, candidate.pipeline, candidate.decisions.cuts
-        cuts_key = candidate.mesh, _hashable_cuts(cuts)
+        graph, pipeline = candidate.model.graph, candidate.pipeline
+        cuts_key = candidate.mesh, candidate.cuts
         key = cuts_key, _make_pipeline_key(candidate)
         if key not in self.levels_by_cuts:
             options, costs = candidate.options, DEFAULT_COSTS
@@ -139,15 +138,11 @@ def memory_and_time_key(candidate: Candidate, attempt: Attempt) -> object:
     decisions = candidate.decisions
     # A ZeRO level that shards no parameter, as on one device, makes no difference.
     level = decisions.sharding if candidate.shards_storage else None
-    storage = tuple(sorted(decisions.storage.items())), level
+    # The level and the cuts decide the storage.
     # An attempt that may recompute can fit where an equal candidate of another attempt does not.
-    return storage, _hashable_cuts(decisions.cuts), _make_pipeline_key(candidate), attempt.recompute
+    return level, candidate.cuts, _make_pipeline_key(candidate), attempt.recompute
 
 
 def _make_pipeline_key(candidate: Candidate) -> object:
     pipeline = candidate.pipeline
     return pipeline.micro_batches, pipeline.stages, pipeline.schedule
-
-
-def _hashable_cuts(cuts: Mapping[str, Cuts]) -> object:
-    return tuple((name, tuple(cut.items())) for name, cut in cuts.items())

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from shardwright.core.plan.ranked import LeftOut, PlanKind, RankedPlans
-from shardwright.core.planner.candidate import Candidate, CapturedModel
+from shardwright.core.planner.candidate import Candidate
+from shardwright.core.planner.captured_model import CapturedModel
 from shardwright.core.planner.options import PlanOptions
 from shardwright.errors import StrategyError
 

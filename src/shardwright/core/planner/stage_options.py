@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from math import inf
 
 from shardwright.core.planner.attempts import AttemptGroups
+from shardwright.core.planner.candidate import Candidate
+from shardwright.core.planner.captured_model import SharedCuts
 from shardwright.core.planner.options import PlanOptions
 
 
@@ -54,6 +56,7 @@ class QueuedOptions:
             only the attempts that were not searched.
         previous_lowest: fastest step time in seconds with the next smaller `mem_coeff`, whether the
             plan fits or not; infinite if it is unknown.
+        earlier_cuts: cuts that groups with a smaller `mem_coeff` have tried at ZeRO levels.
     """
 
     # Shared by all entries of these options in the queue, so that a bound is tightened for all.
@@ -61,3 +64,34 @@ class QueuedOptions:
     groups: AttemptGroups
     continues_group: bool = False
     previous_lowest: float = inf
+    earlier_cuts: tuple[SharedCuts, ...] = ()
+
+    def without_earlier_cuts(self, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+        """Return the candidates whose cuts are not in `earlier_cuts`.
+
+        Several values of `mem_coeff` often give equal cuts, and each gives the baselines again.
+        """
+        return [
+            each for each in candidates if not any(each.cuts is cuts for cuts in self.earlier_cuts)
+        ]
+
+
+@dataclass
+class LowestSeconds:
+    """Lower bounds in seconds on the step times of a group of attempts with equal `mem_coeff`.
+
+    Args:
+        of_group: lower bound over all candidates that no earlier group has tried.
+        searched: lower bound over the cuts that the search with this `mem_coeff` found, whether
+            they are new or not. Baselines do not count: they are as fast with any `mem_coeff`, so
+            they say nothing about the next one.
+    """
+
+    of_group: float = inf
+    searched: float = inf
+
+    def add(self, candidate: Candidate, seconds: float) -> None:
+        """Add the lower bound `seconds` on the step time of a candidate."""
+        self.of_group = min(self.of_group, seconds)
+        if not candidate.is_baseline:
+            self.searched = min(self.searched, seconds)

@@ -20,7 +20,8 @@ from shardwright.core.cost.pipeline_timeline import actions
 from shardwright.core.cost.predict import predict
 from shardwright.core.graph.graph import Graph, Op
 from shardwright.core.partition.decisions import Recompute
-from shardwright.core.planner.candidate import Candidate, CapturedModel, candidates
+from shardwright.core.planner.candidate import Candidate, candidates
+from shardwright.core.planner.captured_model import CapturedModel
 from shardwright.core.planner.options import MB, PlanOptions
 from shardwright.errors import ConfigError, ShardwrightError
 from shardwright.models import build, example_batch

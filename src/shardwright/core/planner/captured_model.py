@@ -1,0 +1,119 @@
+"""A captured model, with the caches that all candidates for it share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from shardwright.core.constraints import requested_storage
+from shardwright.core.constraints.recompute import recompute_of
+from shardwright.core.constraints.shard import Pins
+from shardwright.core.cost.dry_run import DryRunCache
+from shardwright.core.cost.predict import ChunkTime
+from shardwright.core.graph.graph import Graph
+from shardwright.core.layout.layout import DeviceMatrix
+from shardwright.core.partition.communication import default_storage
+from shardwright.core.partition.decisions import OptimizerParallel, Recompute, Storage
+from shardwright.core.rules.rule import Cuts
+from shardwright.core.search.optimizer_sharding import sharded_storage
+from shardwright.errors import StrategyError
+
+
+class SharedCuts(dict[str, Cuts]):
+    """Cuts of all operators; equal cuts of one model are one object (`CapturedModel.share`).
+
+    The hash is that of the object, so that cuts are fast keys of the caches of one model.
+    """
+
+    __slots__ = ()
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return id(self)
+
+
+@dataclass(frozen=True)
+class CapturedModel:
+    """A captured model, the user's constraints, and caches that all candidates share.
+
+    Args:
+        graph: graph of one micro-batch.
+        pins: strategies and parameter placements fixed by the user.
+        modules: module names that are valid in `stage_config`.
+        training: whether the model was captured in training mode.
+        loss_reduction: reduction over the losses of micro-batches, `mean` or `sum`.
+        batch_dims: sample dimension of each leaf of the model's arguments; empty if it is 0 for
+            all.
+        dry_runs: cache of the dry runs of chunks, which measure memory.
+        search_results: cached results by the arguments of the search: (cuts, seconds that the
+            search took), or the error that the search raised.
+        shared_cuts: cuts of earlier candidates, by their content.
+        storages: cached storage of parameters, by device matrix, cuts and the options of ZeRO that
+            decide it.
+        chunk_assignments: cached chunk index of each operator, by device matrix, cuts, and numbers
+            of stages and of chunks.
+        chunk_times: cached (decisions, seconds of each chunk) pairs, by numbers of stages and of
+            chunks, and whether the schedule splits the backward pass; a list, as decisions are not
+            hashable. Different searches often return equal cuts.
+    """
+
+    graph: Graph
+    pins: Pins
+    modules: tuple[str, ...]
+    training: bool
+    loss_reduction: str = "mean"
+    batch_dims: tuple[int | None, ...] = ()
+    dry_runs: DryRunCache = field(default_factory=DryRunCache)
+    search_results: dict[object, tuple[Sequence[SharedCuts], float] | StrategyError] = field(
+        default_factory=dict
+    )
+    shared_cuts: dict[object, SharedCuts] = field(default_factory=dict)
+    storages: dict[object, Storage] = field(default_factory=dict)
+    chunk_assignments: dict[object, Mapping[str, int]] = field(default_factory=dict)
+    chunk_times: dict[object, list[tuple[tuple[object, ...], Sequence[ChunkTime]]]] = field(
+        default_factory=dict
+    )
+
+    @cached_property
+    def recompute(self) -> Mapping[str, Recompute]:
+        """Recomputation of the operators marked by `sw.recompute`, by operator name."""
+        return recompute_of(self.graph)
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether the user pinned any operator or parameter."""
+        return bool(self.pins.strategies or self.pins.parameters)
+
+    def share(self, cuts: Mapping[str, Cuts]) -> SharedCuts:
+        """Return the one object that stands for `cuts` and all equal cuts of this model."""
+        if isinstance(cuts, SharedCuts):
+            return cuts
+        key = tuple((name, tuple(op_cuts.items())) for name, op_cuts in cuts.items())
+        if key not in self.shared_cuts:
+            self.shared_cuts[key] = SharedCuts(cuts)
+        return self.shared_cuts[key]
+
+    def storage(
+        self, mesh: DeviceMatrix, cuts: SharedCuts, sharding: OptimizerParallel | None
+    ) -> Storage:
+        """Return the mesh axes that shard each dim of each stored parameter: as pinned, as sharded
+        by ZeRO or HSDP, or as operators read the parameter.
+
+        Args:
+            sharding: ZeRO configuration; its level does not matter.
+        """
+        options = None if sharding is None else (sharding.shard_size, sharding.threshold)
+        key = mesh, cuts, options
+        if key not in self.storages:
+            pinned = self.pins.parameters
+            used: Storage = (
+                requested_storage(self.graph, mesh, pinned, default_storage(self.graph, mesh, cuts))
+                if sharding is None
+                else self.storage(mesh, cuts, None)
+            )
+            self.storages[key] = (
+                used
+                if sharding is None
+                else sharded_storage(self.graph, mesh, cuts, used, sharding, pinned)
+            )
+        return self.storages[key]

@@ -1,0 +1,311 @@
+"""Search options in the queue for candidates, group by group of equal `mem_coeff`.
+
+A group has one attempt for each ZeRO level. Its lower bound on the step time follows from the
+groups before: a larger `mem_coeff` saves parameter memory and makes steps slower. Cuts that an
+earlier group has found are not examined again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from math import inf
+
+from shardwright.core.cost.memory import memory_lower_bounds
+from shardwright.core.planner.attempts import Attempt
+from shardwright.core.planner.candidate import Candidate
+from shardwright.core.planner.captured_model import SharedCuts
+from shardwright.core.planner.queued_candidate import (
+    QueuedCandidate,
+)
+from shardwright.core.planner.ranking import requested_kind
+from shardwright.core.planner.search_queue import SearchQueue
+from shardwright.core.planner.stage_options import LowestSeconds, QueuedOptions, StageOptions
+from shardwright.errors import PlanError, StrategyError
+
+log = logging.getLogger("shardwright.search")
+
+NEXT_MEM_COEFF_BOUND = 0.97
+"""Assumed lower bound on the step time with the next larger `mem_coeff`, as a fraction of the
+expected step time. Below 1, since a plan with a larger `mem_coeff` can be slightly faster: the
+objective of the search is simpler than the prediction."""
+
+MIN_INCREASE_RATIO = 2.0
+"""Assumed minimum ratio of the next increase of the step time to the previous increase, when
+`mem_coeff` is raised twice by a factor of 8.
+
+A search pays `mem_coeff` seconds for each unit of parameter memory that it saves. The ratio is 2 if
+the second raise saves a fourth of the memory that the first saved, at 8 times the price per unit.
+A raise that saves less hardly makes the plan smaller."""
+
+UNSHARDED_BOUND = 0.99
+"""Assumed lower bound on the step time without ZeRO, as a fraction of the step time predicted for
+the cuts of the first ZeRO level if they are used without ZeRO."""
+
+
+def next_mem_coeff_bound(lowest: float, previous: float) -> float:
+    """Return an assumed lower bound in seconds on the step time with the next larger `mem_coeff`.
+
+    Args:
+        lowest: fastest step time with the current `mem_coeff`; infinite if it is unknown.
+        previous: fastest step time with the next smaller `mem_coeff`; infinite if it is unknown.
+    """
+    if lowest == inf:
+        return 0.0
+    increase = lowest - previous if previous < lowest else 0.0
+    return NEXT_MEM_COEFF_BOUND * (lowest + MIN_INCREASE_RATIO * increase)
+
+
+class GroupSearch(SearchQueue):
+    """The part of the search that turns options into candidates."""
+
+    def _process_queued_options(self, bound: float, queued: QueuedOptions) -> None:
+        """Take the next step for options in the queue, each more expensive than the one before.
+
+        The steps tighten the lower bound on the step time by the recomputation that memory
+        requires, then by a search without a memory limit. The last step searches the first group of
+        attempts, or postpones the options if they need too much memory.
+
+        Args:
+            bound: lower bound in seconds on the step time of all attempts.
+        """
+        stage_options = queued.stage_options
+        # From the cheapest look to the most expensive: a formula, a search for a bound, all
+        # attempts.
+        if stage_options.recompute_seconds is None:
+            stage_options.add_recomputation()
+            self.add(max(bound, stage_options.min_seconds), queued)
+        elif stage_options.relaxed_options is not None:
+            if self._tighten_step_time_bound(stage_options):
+                self.add(max(bound, stage_options.min_seconds), queued)
+        # What a device stores at the last ZeRO level hardly depends on `mem_coeff`. If even that is
+        # too much, larger values are tried only if nothing else fits.
+        elif stage_options.is_too_large and not stage_options.may_fit:
+            self.postponed.append(queued)
+        else:
+            self._search_first_group(bound, queued)
+
+    def _search_first_group(self, bound: float, queued: QueuedOptions) -> None:
+        """Search the first group of attempts up to the lowest ZeRO level that may fit, and queue
+        the candidates.
+
+        A higher ZeRO level only adds communication. So the attempts at higher levels are queued
+        again, as one entry, and the other groups as another entry.
+
+        Args:
+            bound: lower bound in seconds on the step time of all attempts.
+        """
+        stage_options, groups = queued.stage_options, queued.groups
+        attempts, lowest, may_fit = list(groups[0]), LowestSeconds(), False
+        # In a group that was begun before, the attempt without ZeRO has been queued or searched.
+        if not queued.continues_group:
+            attempts = self._queue_attempt_without_zero(bound, queued, attempts, lowest)
+        has_sharded, sharded_cuts = False, queued.earlier_cuts
+        while attempts and not may_fit:
+            attempt = attempts.pop(0)
+            # Up to the lowest level, as higher levels are slower.
+            entries, new_cuts = self._search_attempt(
+                bound, queued, attempt, None if has_sharded else lowest
+            )
+            if attempt.options.sharding is not None:
+                has_sharded, sharded_cuts = True, (*sharded_cuts, *(new_cuts or ()))
+                # No new cuts: the earlier groups that found them have queued their higher levels.
+                if new_cuts == ():
+                    attempts.clear()
+            # Not before a ZeRO level: sharding the optimizer state can make the step faster too.
+            may_fit = bool(entries and has_sharded)
+        level_bound = bound if lowest.of_group == inf else max(bound, lowest.of_group)
+        log.debug(
+            "%s, %s: at least %.4g s per step",
+            *(stage_options.options.describe_pipeline(), groups[0][0], level_bound),
+        )
+        # The attempts that are left are higher levels, none of which is faster than the lowest.
+        if attempts:
+            self.add(level_bound, replace(queued, groups=[attempts], continues_group=True))
+        if len(groups) > 1 and not queued.continues_group:
+            # Searched only if no candidate that is clearly faster fits.
+            next_bound = next_mem_coeff_bound(lowest.searched, queued.previous_lowest)
+            remaining = replace(
+                queued,
+                groups=groups[1:],
+                previous_lowest=lowest.searched,
+                earlier_cuts=sharded_cuts,
+            )
+            self.add(max(bound, next_bound), remaining)
+
+    def _search_attempt(
+        self, bound: float, queued: QueuedOptions, attempt: Attempt, lowest: LowestSeconds | None
+    ) -> tuple[list[QueuedCandidate], tuple[SharedCuts, ...] | None]:
+        """Search an attempt and queue its new candidates that may fit.
+
+        Args:
+            bound: lower bound in seconds on the step time of all attempts.
+            lowest: lowest step times of the group, to which those of the attempt are added; None
+                if they are not needed.
+
+        Returns:
+            The queued candidates, and all cuts that no earlier group has found, or None if the
+            model cannot be planned with these options.
+        """
+        stage_options, num_dropped = queued.stage_options, len(self.dropped)
+        entries: list[QueuedCandidate] = []
+        all_candidates: Sequence[Candidate] = ()
+        new_cuts: tuple[SharedCuts, ...] | None = None
+        self.num_searched += 1
+        # Dividing the model into stages may turn out to be impossible.
+        with self._recording_errors(attempt):
+            all_candidates = self.find_candidates(attempt.options)
+            # Without ZeRO the search is another one, which may find cuts of earlier groups.
+            is_sharded = attempt.options.sharding is not None
+            new_candidates = (
+                queued.without_earlier_cuts(all_candidates) if is_sharded else all_candidates
+            )
+            new_cuts = tuple(each.cuts for each in new_candidates)
+            entries.extend(self._make_new_entries(new_candidates, attempt))
+        for each in entries:
+            seconds = self._bound_seconds_with_recompute(
+                each.candidate, stage_options, each.min_memory
+            )
+            self.add(bound, each, seconds)
+        if lowest is not None:
+            for each in (*entries, *self.dropped[num_dropped:]):
+                seconds = self._bound_seconds_with_recompute(each.candidate, stage_options)
+                lowest.add(each.candidate, seconds)
+            # Where the search found earlier cuts again, the last group says how fast they are.
+            if len(new_cuts or ()) < len(all_candidates):
+                lowest.searched = min(lowest.searched, queued.previous_lowest)
+        stage_options.may_fit = stage_options.may_fit or bool(entries)
+        # ZeRO-3 over all replicas needs the least memory: what is too large here fits at no level.
+        if attempt.options.shards_all and new_cuts:
+            stage_options.is_too_large = len(self.dropped) > num_dropped
+        return entries, new_cuts
+
+    def _bound_seconds_with_recompute(
+        self,
+        candidate: Candidate,
+        stage_options: StageOptions,
+        min_memory: Sequence[int] | None = None,
+    ) -> float:
+        """Return a lower bound in seconds on the step time of `candidate` with the recomputation
+        that the memory limit requires.
+
+        Args:
+            min_memory: minimum bytes per device of each stage, without activations; by default the
+                minimum over all plans with `stage_options`.
+        """
+        predicted = candidate.predicted
+        # Without a cluster no seconds are predicted, and the order of the phases decides.
+        if predicted is None:
+            return 0.0
+        needed = stage_options.recompute_seconds or 0.0
+        if min_memory is not None:
+            needed = stage_options.recompute_bound(min_memory)
+        # Recomputation may hide exposed communication of parameters, or fill the waits of stages.
+        return predicted.seconds + max(0.0, needed - predicted.spare_seconds)
+
+    def _queue_attempt_without_zero(
+        self, bound: float, queued: QueuedOptions, attempts: list[Attempt], lowest: LowestSeconds
+    ) -> list[Attempt]:
+        """Queue the attempt without ZeRO separately from the attempts at ZeRO levels.
+
+        The attempt is postponed if no candidate of the first ZeRO level may fit, since a device
+        stores at least as much without ZeRO. Otherwise the step time without ZeRO is bounded with
+        the cuts found for the first level, and the attempt is searched only if nothing faster fits.
+
+        Args:
+            bound: lower bound in seconds on the step time of all attempts.
+            lowest: lowest step times of the group, to which those without ZeRO are added.
+
+        Returns:
+            The other attempts.
+        """
+        stage_options, (first, *sharded) = queued.stage_options, attempts
+        # Nothing to separate: every plan fits, the user requested ZeRO, or no level of it is tried.
+        if self.limit is None or first.options.sharding is not None or not sharded:
+            return attempts
+        try:
+            # The model caches the search, so the attempt itself gets this result without searching
+            # again.
+            candidates = self.find_candidates(sharded[0].options)
+        except (PlanError, StrategyError):
+            # Recorded when the attempts themselves are searched.
+            return attempts
+        # Where ZeRO shards nothing, the attempt without it goes first, as it needs no change.
+        if not any(each.shards_storage for each in candidates):
+            return attempts
+        # The first group has queued a baseline without ZeRO.
+        candidates = [each for each in candidates if not (each.is_baseline and queued.earlier_cuts)]
+        optimizer = first.options.optimizer
+        memory = [memory_lower_bounds(each.partitioned, optimizer) for each in candidates]
+        # Of each candidate the largest stage, of all candidates the smallest.
+        needed = min(map(max, memory))
+        if needed <= self.limit:
+            unsharded = [each.with_sharding_of(first.options) for each in candidates]
+            for each in unsharded:
+                lowest.add(each, self._bound_seconds_with_recompute(each, stage_options))
+            # Only candidates whose least memory is within the limit; the others cannot fit.
+            lowest_that_fits = min(
+                self._bound_seconds_with_recompute(each, stage_options, stages)
+                for each, stages in zip(unsharded, memory, strict=True)
+                if max(stages) <= self.limit
+            )
+            without_zero = QueuedOptions(stage_options, [[first]], continues_group=True)
+            self.add(bound, without_zero, UNSHARDED_BOUND * lowest_that_fits)
+            return sharded
+        self.postponed.append(QueuedOptions(stage_options, [[first]]))
+        plan_kind = requested_kind(first.options)
+        lowest_memory = self.postponed_memory.get(plan_kind, needed)
+        self.postponed_memory[plan_kind] = min(needed, lowest_memory)
+        return sharded
+
+    def _tighten_step_time_bound(self, stage_options: StageOptions) -> bool:
+        """Raise `stage_options.min_seconds` to the step time without a memory limit plus the
+        recomputation that every plan needs.
+
+        Returns:
+            False if the model cannot be planned with these options.
+        """
+        relaxed, stage_options.relaxed_options = stage_options.relaxed_options, None
+        assert relaxed is not None
+        try:
+            relaxed_candidates = self.find_candidates(relaxed)
+            seconds = min(
+                self._bound_seconds_with_recompute(each, stage_options)
+                for each in relaxed_candidates
+            )
+        except (PlanError, StrategyError) as error:
+            self.errors.append((relaxed, error))
+            # Infinite, so that later phases do not add these options again.
+            stage_options.min_seconds = inf
+            return False
+        stage_options.min_seconds = max(stage_options.min_seconds, seconds)
+        log.info("%s: at least %.4g s per step", relaxed.describe_pipeline(), seconds)
+        return True
+
+    @contextmanager
+    def _recording_errors(self, attempt: Attempt) -> Iterator[None]:
+        """Context that records the error if the model cannot be planned with the options of
+        `attempt`."""
+        # Before any candidate the options are those that the user requested.
+        is_first = not self.entry_keys
+        try:
+            yield
+        except (PlanError, StrategyError) as error:
+            if self.raises_first_error and is_first:
+                raise
+            self.errors.append((attempt.options, error))
+
+    def _make_new_entries(
+        self, candidates: Iterable[Candidate], attempt: Attempt
+    ) -> Iterator[QueuedCandidate]:
+        """Yield entries for new candidates that may fit; record candidates that cannot fit."""
+        for candidate in candidates:
+            queued = self._make_new_entry(candidate, attempt)
+            if queued is None:
+                continue
+            if self._may_fit_in_memory(queued):
+                yield queued
+            else:
+                self.dropped.append(queued)
