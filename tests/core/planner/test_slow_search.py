@@ -40,7 +40,8 @@ def test_the_best_plan_so_far_is_reported_and_the_plan_is_the_same(
     with torch.device("meta"):
         graph = sw.capture(Net(), (torch.empty(4096, 64),))
     options = {"devices": 4, "cluster": "a100"}
-    limit = sw.plan(graph, **options).memory.peak // 2
+    # Between the peak without a limit and the least that plans need, 0.74 of it.
+    limit = int(0.8 * sw.plan(graph, **options).memory.peak)
     expected = sw.plan(graph, memory_limit=limit, **options)
     monkeypatch.setattr(search_queue.ReportTimes, "due", lambda _: 123.0)
     with caplog.at_level(logging.WARNING, "shardwright.search"):
