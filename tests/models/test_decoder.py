@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -126,6 +127,55 @@ def test_telechat_is_llama_with_biases_of_what_is_added_to_the_residual_stream()
     pin_expert(net, data_parallel=2, model_parallel=2, seq_parallel=True)
     plan = sw.plan(net, batch, devices=4, mode="sharding_propagation")
     assert sw.check(net, batch, {}, plan).passes()
+
+
+def test_dropout_is_that_of_embedding_attention_and_what_is_added_to_the_residual_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sizes = sizes_of("telechat", dropout=0.25, hf={"tie_word_embeddings": True})
+    torch.manual_seed(0)
+    net, plain = build(sizes, attention="explicit"), build(replace(sizes, dropout=0.0))
+    plain.load_state_dict(net.state_dict())
+    assert net.lm_head.weight is net.model.embed_tokens.weight
+    batch = example_batch(sizes, 4)
+    wanted = plain(*batch).item()
+    assert net(*batch).item() != pytest.approx(wanted, rel=1e-5)
+    assert net.eval()(*batch).item() == pytest.approx(wanted, rel=1e-5)
+    dropped: list[tuple[torch.Size, float]] = []
+
+    def record(x: torch.Tensor, p: float = 0.5, training: bool = True) -> torch.Tensor:
+        dropped.append((x.shape, p))
+        return x
+
+    monkeypatch.setattr(torch.nn.functional, "dropout", record)
+    net.train()(*batch)
+    residual, scores = torch.Size([4, 16, 32]), torch.Size([4, 2, 2, 16, 16])
+    assert dropped == [(shape, 0.25) for shape in (residual, scores, residual, residual)]
+
+
+def test_a_plan_of_a_model_with_dropout_is_exact_in_evaluation() -> None:
+    sizes = sizes_of("telechat", dropout=0.25)
+    torch.manual_seed(0)
+    net, batch = build(sizes).eval(), example_batch(sizes, 4)
+    pin_expert(net, data_parallel=2, model_parallel=2, seq_parallel=True)
+    plan = sw.plan(net, batch, devices=4, mode="sharding_propagation")
+    assert sw.check(net, batch, {}, plan).passes()
+
+
+def test_experts_have_no_dropout() -> None:
+    with pytest.raises(ConfigError, match=r"dropout=0.1: mixtral has no dropout\nset it to 0.0"):
+        build(sizes_of("mixtral", **ROUTED, dropout=0.1))
+
+
+def test_logits_are_scaled() -> None:
+    sizes = sizes_of("llama", logit_scale=0.5)
+    torch.manual_seed(0)
+    net, plain, batch = build(sizes), build(sizes_of("llama")), example_batch(sizes, 4)
+    plain.load_state_dict(net.state_dict())
+    assert net(*batch).item() != plain(*batch).item()
+    with torch.no_grad():
+        plain.lm_head.weight.mul_(0.5)
+    assert net(*batch).item() == plain(*batch).item()
 
 
 def test_an_argument_that_the_configuration_does_not_have_is_an_error() -> None:

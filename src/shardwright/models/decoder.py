@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from shardwright.errors import ConfigError, needs_extra
 from shardwright.models.attention import Attention, register_with_transformers
+from shardwright.models.dropout import add_dropout
 from shardwright.models.loss import next_token_loss
 from shardwright.models.prefix import Prefixes, PrefixTuning
 from shardwright.models.sizes import Dimensions
@@ -23,12 +24,14 @@ class Decoder(nn.Module):
     Args:
         model: maps `input_ids` to hidden states.
         lm_head: maps hidden states to logits.
+        logit_scale: factor of the logits.
     """
 
-    def __init__(self, model: nn.Module, lm_head: nn.Module) -> None:
+    def __init__(self, model: nn.Module, lm_head: nn.Module, logit_scale: float = 1.0) -> None:
         super().__init__()
         self.model = model
         self.lm_head = lm_head
+        self.logit_scale = logit_scale
         self.prefix_tuning: Prefixes | None = None
 
     def tune_prefixes(self, prefix: PrefixTuning) -> None:
@@ -56,7 +59,11 @@ class Decoder(nn.Module):
             # `transformers` passes further options on to the attention function.
             options["prefixes"] = self.prefix_tuning(input_ids.shape[0])
         hidden = self.model(input_ids=input_ids, **options).last_hidden_state
-        return next_token_loss(self.lm_head(hidden), labels)
+        logits = self.lm_head(hidden)
+        # Without an operator that changes nothing.
+        return next_token_loss(
+            logits if self.logit_scale == 1 else logits * self.logit_scale, labels
+        )
 
 
 def decoder(sizes: Dimensions, attention: Attention) -> Decoder:
@@ -66,7 +73,8 @@ def decoder(sizes: Dimensions, attention: Attention) -> Decoder:
     query, key and value projections as one tensor.
 
     Raises:
-        ConfigError: if `sizes.hf` has an argument that the configuration class does not have.
+        ConfigError: if `sizes.hf` has an argument that the configuration class does not have, or a
+            model with experts has dropout.
     """
     with needs_extra(
         "transformers", f"the model family {sizes.family} needs `transformers`", ConfigError
@@ -83,6 +91,8 @@ def decoder(sizes: Dimensions, attention: Attention) -> Decoder:
             f"hf: the configuration of {model_type} has no argument {', '.join(unknown)}\n"
             "remove it from `hf`"
         )
+    if sizes.dropout and expert_arguments:
+        raise ConfigError(f"dropout={sizes.dropout}: {sizes.family} has no dropout\nset it to 0.0")
     expert_sizes = (sizes.num_experts, sizes.experts_per_token, sizes.intermediate_size)
     arguments = {
         **_make_hf_config_arguments(sizes, attention),
@@ -95,8 +105,10 @@ def decoder(sizes: Dimensions, attention: Attention) -> Decoder:
     _fuse_norms(net)
     if sizes.family == "telechat":
         _add_telechat_biases(net)
+    if sizes.dropout:
+        add_dropout(net.model, sizes.dropout)
     # Without the model's own class, whose loss `Decoder` replaces.
-    return Decoder(net.model, net.lm_head)
+    return Decoder(net.model, net.lm_head, sizes.logit_scale)
 
 
 MODEL_TYPES: Mapping[str, tuple[str, tuple[str, ...]]] = {
@@ -131,6 +143,7 @@ def _make_hf_config_arguments(sizes: Dimensions, attention: Attention) -> dict[s
         # With a padding token, its row of the embedding would get no gradient.
         "pad_token_id": None,
         "attn_implementation": register_with_transformers(attention),
+        **({"attention_dropout": sizes.dropout} if sizes.dropout else {}),
         # May override all arguments above; rotary parameters are merged below.
         **sizes.hf,
         "rope_parameters": {**rotary, **sizes.hf.get("rope_parameters", {})},

@@ -35,7 +35,9 @@ class Dimensions:
         norm_eps: epsilon of RMSNorm and LayerNorm.
         positions: the position encoding.
         rope_base: base of the rotary frequencies.
-        dropout: dropout probability of PanguAlpha and GPT.
+        dropout: dropout probability of embeddings, of attention weights and of what is added to the
+            residual stream; only families without experts have dropout.
+        logit_scale: factor of the logits, for families built on `transformers`.
         activation: GELU of GPT: exact, tanh approximation, or sigmoid approximation.
         num_experts: number of experts of MoE models.
         experts_per_token: number of experts to which each token is routed.
@@ -59,6 +61,7 @@ class Dimensions:
     positions: Positions = "rotary"
     rope_base: float = 10000.0
     dropout: float = 0.0
+    logit_scale: float = 1.0
     activation: Gelu = "gelu"
     num_experts: int = 1
     experts_per_token: int = 1
@@ -112,7 +115,7 @@ class Dimensions:
                 f"num_layers={self.num_layers} is too many: capture would take minutes\n"
                 f"use at most {MAX_LAYERS}"
             )
-        for name in ("norm_eps", "rope_base"):
+        for name in ("norm_eps", "rope_base", "logit_scale"):
             value = getattr(self, name)
             # `not … > 0` also rejects NaN.
             if not isinstance(value, int | float) or not value > 0:
