@@ -17,7 +17,8 @@ SEMI = {"parallel__parallel_mode": 1}
 ARCHITECTURES = (
     "LlamaForCausalLM, InternLMForCausalLM, InternLM2ForCausalLM, TelechatForCausalLM,"
     " ChatGLM2ForConditionalGeneration, ChatGLM2WithPtuning2, QwenForCausalLM,"
-    " DeepseekV2ForCausalLM, Baichuan7BForCausalLM, Baichuan13BForCausalLM,"
+    " DeepseekV2ForCausalLM, DeepseekV3ForCausalLM, MixtralForCausalLM, Baichuan7BForCausalLM,"
+    " Baichuan13BForCausalLM,"
     " Baichuan7BV2ForCausalLM, Baichuan13BV2ForCausalLM, GPT2LMHeadModel, PanguAlphaHeadModel"
 )
 PANGU = {"model__arch__type": "PanguAlphaHeadModel"}
@@ -95,16 +96,6 @@ REFUSED: dict[str, tuple[dict[str, Any], int, str]] = {
         " chunks\nuse 2 lists of 2 numbers that add up to 0",
     ),
     # What an expert cuts.
-    "shards that do not divide the replicas": (
-        {
-            **SEMI,
-            "parallel__enable_parallel_optimizer": True,
-            "parallel__parallel_optimizer_config": {"optimizer_weight_shard_size": 3},
-        },
-        8,
-        "parallel.parallel_optimizer_config.optimizer_weight_shard_size: 3 does not divide"
-        " data_parallel 4\nuse one of -1, 1, 2, 4",
-    ),
     "no shard": (
         {"parallel__parallel_optimizer_config": {"optimizer_weight_shard_size": 0}},
         8,
@@ -374,10 +365,10 @@ REFUSED: dict[str, tuple[dict[str, Any], int, str]] = {
         8,
         "lr_scale: learning rates per layer are not supported",
     ),
-    "a schedule that begins above nothing": (
-        {"lr_schedule": {"type": "linear", "warmup_lr_init": 1e-5}},
+    "a schedule that begins below nothing": (
+        {"lr_schedule": {"type": "linear", "warmup_lr_init": -1e-5}},
         8,
-        "lr_schedule.warmup_lr_init: 1e-05 is not supported\nset it to 0",
+        "lr_schedule.warmup_lr_init: -1e-05 is out of range\nset a number at least 0",
     ),
     "no learning rate": (
         {"optimizer__learning_rate": None},

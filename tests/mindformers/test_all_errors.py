@@ -46,3 +46,12 @@ def test_what_follows_from_an_error_is_not_reported() -> None:
 def test_one_error_is_raised_as_it_is() -> None:
     with pytest.raises(ConfigError, match=r"^small\.yaml: optimizer\.type: 'Lion' is not"):
         run_of(optimizer__type="Lion")
+
+
+def test_beside_a_model_that_cannot_be_built_no_other_error_is_reported() -> None:
+    for name in ("BertForPreTraining", "SwinForImageClassification", "TestModel"):
+        with pytest.raises(ConfigError, match=f"small.yaml: model.arch.type: '?{name}") as caught:
+            run_of(model__arch__type=name, optimizer__type="Lion")
+        assert "optimizer" not in str(caught.value)
+    with pytest.raises(ConfigError, match="2 errors"):
+        run_of(model__arch__type="LamaForCausalLM", optimizer__type="Lion")

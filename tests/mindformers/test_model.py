@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from mindformers.files import run_of
+from shardwright.errors import ConfigError
+from shardwright.mindformers import LanguageRun
 from shardwright.models import Dimensions, PrefixTuning
 
 
@@ -17,6 +19,7 @@ from shardwright.models import Dimensions, PrefixTuning
         ("LlamaForCausalLM", {"qkv_has_bias": True}, "qwen", "rotary"),
         ("QwenForCausalLM", {"rotary_pct": 1.0, "kv_channels": 8}, "qwen", "rotary"),
         ("TelechatForCausalLM", {}, "telechat", "rotary"),
+        ("MixtralForCausalLM", {}, "llama", "rotary"),
         ("InternLM2ForCausalLM", {"type": "InternLM2Config"}, "llama", "rotary"),
         ("Baichuan13BForCausalLM", {}, "baichuan1", "alibi"),
         ("GPT2LMHeadModel", {"hidden_act": "fast_gelu"}, "gpt", "learned"),
@@ -92,6 +95,94 @@ def test_deepseek_v2_has_latent_attention_and_experts_in_groups() -> None:
         "first_k_dense_replace": 1,
         "routed_scaling_factor": 16.0,
     }
+
+
+LATENT = {"kv_lora_rank": 16, "q_lora_rank": 24, "v_head_dim": 8}
+HEADS = {"qk_rope_head_dim": 4, "qk_nope_head_dim": 8}
+SHARED = {"shared_expert_num": 1, "moe_intermediate_size": 24, "first_k_dense_replace": 1}
+ROUTED = {"expert_num": 16, "num_experts_chosen": 3, "routed_scaling_factor": 2.5}
+
+
+def deepseek_v3(moe: dict[str, Any], **changes: Any) -> LanguageRun:
+    said = {f"model__model_config__{name}": value for name, value in {**LATENT, **HEADS}.items()}
+    moe_config = {**SHARED, **ROUTED, **moe}
+    arch = "DeepseekV3ForCausalLM"
+    return run_of(model__arch__type=arch, moe_config=moe_config, **said, **changes)
+
+
+@pytest.mark.parametrize(
+    ("moe", "groups", "normalizes"),
+    [
+        ({}, 1, True),
+        # Without the method, the sizes of groups have no effect.
+        ({"n_group": 4, "topk_group": 2, "norm_topk_prob": False}, 1, False),
+        ({"topk_method": "noaux_tc", "n_group": 4, "topk_group": 1}, 4, True),
+    ],
+)
+def test_deepseek_v3_routes_with_sigmoid(moe: Any, groups: int, normalizes: bool) -> None:
+    run = deepseek_v3({"use_gating_sigmoid": True, "balance_via_topk_bias": True, **moe})
+    sizes = run.model.sizes
+    assert (sizes.family, sizes.num_experts, sizes.experts_per_token) == ("deepseek_v3", 16, 3)
+    assert sizes.hf == {
+        **LATENT,
+        **HEADS,
+        "head_dim": 4,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 24,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 2.5,
+        "n_group": groups,
+        "topk_group": 1,
+        "norm_topk_prob": normalizes,
+    }
+    assert any("balance_via_topk_bias has no effect" in note for note in run.notes)
+
+
+def test_deepseek_v3_with_softmax_is_deepseek_v2() -> None:
+    sizes = deepseek_v3({"norm_topk_prob": False, "n_group": 4}).model.sizes
+    assert (sizes.family, sizes.hf["topk_method"]) == ("deepseek_v2", "greedy")
+    assert "n_group" not in sizes.hf
+    with pytest.raises(ConfigError, match="softmax does not normalize expert weights\nset it to F"):
+        deepseek_v3({})
+
+
+def test_layers_of_multi_token_prediction_are_the_last_and_not_built() -> None:
+    stages = {"parallel_config__pipeline_stage": 2, "parallel_config__micro_batch_num": 2}
+    changes: Any = {"parallel__parallel_mode": 1, "model__model_config__mtp_depth": 1, **stages}
+    moe = {"use_gating_sigmoid": True}
+    run = deepseek_v3(moe, model__model_config__offset=[1, 0], **changes)
+    assert run.layers == (3, 1)
+    assert any("mtp_depth has no effect" in note for note in run.notes)
+    with pytest.raises(ConfigError, match="offset: the last stage has only the layers"):
+        deepseek_v3(moe, model__model_config__offset=[2, -1], **changes)
+
+
+def test_telechat_has_dropout_and_by_its_name_a_tied_head_or_no_biases() -> None:
+    rates = dict.fromkeys(("embed", "hidden", "attention"), 0.1)
+    dropout = {f"{name}_dropout_prob": rate for name, rate in rates.items()}
+    first = model_of("TelechatForCausalLM", {"net_name": "telechat_7b", **dropout})
+    assert (first.family, first.dropout, first.hf) == (
+        "telechat",
+        0.1,
+        {"tie_word_embeddings": True},
+    )
+    scaled = {"use_mup": True, "output_mult": 2.0, "mup_scale_factor": 32.0}
+    largest = {"net_name": "telechat_52b", "wo_has_bias": False, **scaled}
+    last = model_of("TelechatForCausalLM", largest)
+    assert (last.family, last.dropout, last.logit_scale, last.hf) == ("llama", 0.0, 1 / 16, {})
+
+
+@pytest.mark.parametrize(
+    ("config", "error"),
+    [
+        ({"wo_has_bias": False}, "the MLP of TeleChat 2 has a bias\nset it to True"),
+        ({"net_name": "telechat_52b"}, "the MLP of telechat_52b has no bias\nset it to False"),
+        ({"hidden_dropout_prob": 0.1}, "embed_dropout_prob: dropout rates differ"),
+    ],
+)
+def test_telechat_has_all_biases_or_none_and_one_dropout(config: Any, error: str) -> None:
+    with pytest.raises(ConfigError, match=error):
+        model_of("TelechatForCausalLM", config)
 
 
 @pytest.mark.parametrize(

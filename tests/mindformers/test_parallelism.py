@@ -65,6 +65,7 @@ def test_what_a_mode_excludes_is_set_right_and_noted() -> None:
         ({"parallel_optimizer_threshold": 0}, OptimizerParallel("level1", -1, 0)),
         ({"gradient_accumulation_shard": True}, OptimizerParallel("level2", -1, 64)),
         ({"optimizer_weight_shard_size": 2}, OptimizerParallel("level1", 2, 64)),
+        ({"optimizer_weight_shard_size": 3}, OptimizerParallel("level1", 3, 64)),
     ],
 )
 def test_parameters_are_stored_sharded_where_the_optimizer_is(
@@ -80,3 +81,14 @@ def test_mem_coeff_is_any_positive_number_or_auto() -> None:
     given = (0.01, "0.1", 1024, "auto", None)
     found = [run_of(parallel_config__mem_coeff=m).parallelism.mem_coeff for m in given]
     assert found == [0.01, 0.1, 1024, "auto", 0.1]
+
+
+def test_a_number_of_shards_that_does_not_divide_the_replicas_has_no_effect() -> None:
+    run = run_of(
+        parallel__parallel_mode=1,
+        parallel__enable_parallel_optimizer=True,
+        parallel__parallel_optimizer_config={"optimizer_weight_shard_size": 3},
+    )
+    assert run.parallelism.sharding == OptimizerParallel("level1", -1, 64)
+    note = "optimizer_weight_shard_size 3 has no effect: it does not divide data_parallel 4"
+    assert note in run.notes

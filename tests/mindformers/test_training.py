@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from mindformers.files import run_of
+from shardwright.errors import ConfigError
 from shardwright.run.config.schema import ScheduleSection
 
 
@@ -21,6 +22,10 @@ from shardwright.run.config.schema import ScheduleSection
         (
             {"type": "polynomial", "warmup_steps": 20, "lr_end": "1e-6", "total_steps": 500},
             ScheduleSection(kind="polynomial", end=1e-6, warmup_steps=20, total_steps=500),
+        ),
+        (
+            {"type": "linear", "warmup_steps": 4, "warmup_lr_init": "1e-6"},
+            ScheduleSection(kind="linear", start=1e-6, warmup_steps=4),
         ),
         ({"type": "linear", "warmup_steps": 0}, ScheduleSection(kind="linear")),
     ],
@@ -58,3 +63,15 @@ def test_checkpoints_are_those_of_the_monitor(kind: str) -> None:
     assert (checkpoint["folder"], checkpoint["every"], checkpoint["async"]) == ("out", 100, True)
     without = run_of(callbacks=[{"type": "MFLossMonitor"}]).training
     assert "checkpoint" not in without.train
+
+
+def test_no_checkpoints_are_saved_every_0_steps() -> None:
+    monitor = {"type": "CheckpointMonitor", "save_checkpoint_steps": 0}
+    assert "checkpoint" not in run_of(callbacks=[monitor]).training.train
+    with pytest.raises(ConfigError, match=r"callbacks\[0\].save_checkpoint_seconds: .* by time"):
+        run_of(callbacks=[monitor | {"save_checkpoint_seconds": 60}])
+
+
+def test_optimizers_have_their_other_names_too() -> None:
+    for name in ("adamw", "fused_adamw", "fp32_adamw"):
+        assert run_of(optimizer__type=name).training == run_of().training

@@ -145,3 +145,14 @@ def test_other_models_and_missing_sizes_are_one_error(
     with pytest.raises(ConfigError, match=r"^small\.yaml: ") as caught:
         newer(config, **changes)
     assert message in str(caught.value)
+
+
+def test_no_groups_of_experts_are_one_group() -> None:
+    sizes = newer(DEEPSEEK3 | {"n_group": 0, "topk_group": 0}).model.sizes
+    assert (sizes.hf["n_group"], sizes.hf["topk_group"]) == (1, 1)
+
+
+def test_sizes_without_the_type_of_the_model_need_its_folder() -> None:
+    config = {key: value for key, value in DEEPSEEK3.items() if key != "model_type"}
+    with pytest.raises(ConfigError, match="model_type: the key is missing\nset it, or `pretrained"):
+        newer(config, pretrained_model_dir="")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from shardwright.errors import ConfigError
-from shardwright.mindformers.keys import InvalidKeyError, Keys
+from shardwright.mindformers.keys import InvalidKeyError, Keys, UnsupportedModelError
 
 _Result = TypeVar("_Result")
 
@@ -30,11 +30,16 @@ class AllErrors:
 
         Each call treats one more invalid key as missing. An error whose message names an earlier
         invalid key may be a consequence, and is dropped.
+
+        Raises:
+            UnsupportedModelError: at once.
         """
         # Ends, because each repetition ignores one more key.
         while True:
             try:
                 return reader()
+            except UnsupportedModelError:
+                raise
             except InvalidKeyError as error:
                 is_repeated = error.key in self._wrong_keys
                 self._add_error(error, error.key)

@@ -38,8 +38,8 @@ def read_experts(
     num_experts, has_qkv_bias = section.integer("expert_num", 1), config.flag("qkv_has_bias", False)
     if has_qkv_bias and family not in ("llama", "qwen"):
         raise config.error("qkv_has_bias", f"{family} has no QKV biases\nset it to False")
-    # DeepSeek-V2 has its latent attention read below, also without experts.
-    if num_experts == 1 and family != "deepseek_v2":
+    # DeepSeek has its latent attention read below, also without experts.
+    if num_experts == 1 and family not in ("deepseek_v2", "deepseek_v3"):
         return ("qwen" if family == "llama" and has_qkv_bias else family), {}
     if family not in _EXPERT_READERS:
         raise section.error(
@@ -50,6 +50,11 @@ def read_experts(
         # 0, like a missing key, asks for nothing.
         if section.number(name, 0.0):
             notes.append(f"moe_config.{name} has no effect: {reason}")
+    if section.flag("balance_via_topk_bias", False):
+        notes.append(
+            "moe_config.balance_via_topk_bias has no effect: the biases of the router stay as they"
+            " are loaded, by default 0"
+        )
     return family, {
         "num_experts": num_experts,
         "experts_per_token": section.integer("num_experts_chosen", 1),
@@ -93,26 +98,53 @@ def _read_deepseek_v2(section: Keys, config: Keys) -> tuple[str, dict[str, Any]]
     # A missing key means True, as in MindFormers, so that these files must set it.
     if section.flag("norm_topk_prob", True):
         raise section.error(
-            "norm_topk_prob", "DeepSeek-V2 does not normalize expert weights\nset it to False"
-        )
-    if section.flag("use_shared_expert_gating", False):
-        raise section.error(
-            "use_shared_expert_gating", "DeepSeek-V2 has no shared expert gate\nset it to False"
+            "norm_topk_prob",
+            "a router with softmax does not normalize expert weights\nset it to False",
         )
     method = section.string("topk_method", "greedy", valid=("greedy", "group_limited_greedy"))
+    hf = {"topk_method": method, **_read_deepseek_sizes(section, config)}
+    # None is a value: queries without a latent.
+    hf["q_lora_rank"] = config.integer("q_lora_rank") if config.has("q_lora_rank") else None
+    return "deepseek_v2", {"hf": hf | _read_groups(section, method)}
+
+
+def _read_deepseek_v3(section: Keys, config: Keys) -> tuple[str, dict[str, Any]]:
+    """Read DeepSeek-V3's router with sigmoid; with softmax, MindFormers' default, it is that of
+    DeepSeek-V2."""
+    if not section.flag("use_gating_sigmoid", False):
+        return _read_deepseek_v2(section, config)
+    method = section.string("topk_method", "greedy", valid=("greedy", "noaux_tc"))
     hf: dict[str, Any] = {
-        "topk_method": method,
+        **_read_deepseek_sizes(section, config),
+        "q_lora_rank": config.integer("q_lora_rank"),
+        # Only the rotary dimensions, as in `transformers`.
+        "head_dim": config.integer("qk_rope_head_dim"),
+        "norm_topk_prob": section.flag("norm_topk_prob", True),
+        # With one group, every expert can be chosen.
+        "n_group": 1,
+        "topk_group": 1,
+    }
+    return "deepseek_v3", {"hf": hf | _read_groups(section, method)}
+
+
+def _read_groups(section: Keys, method: str) -> dict[str, Any]:
+    # MindFormers ignores the sizes of groups otherwise.
+    names = ("n_group", "topk_group") if method != "greedy" else ()
+    return {name: section.integer(name) for name in names}
+
+
+def _read_deepseek_sizes(section: Keys, config: Keys) -> dict[str, Any]:
+    if section.flag("use_shared_expert_gating", False):
+        raise section.error(
+            "use_shared_expert_gating", "DeepSeek has no shared expert gate\nset it to False"
+        )
+    return {
         "n_shared_experts": section.integer("shared_expert_num"),
         "moe_intermediate_size": section.integer("moe_intermediate_size"),
         "first_k_dense_replace": section.integer("first_k_dense_replace", 0, minimum=0),
         "routed_scaling_factor": section.number("routed_scaling_factor", 1.0, above=0),
         **{name: config.integer(name) for name in _MLA_SIZES},
     }
-    # None is a value: queries without a latent.
-    hf["q_lora_rank"] = config.integer("q_lora_rank") if config.has("q_lora_rank") else None
-    if method == "group_limited_greedy":
-        hf |= {name: section.integer(name) for name in ("n_group", "topk_group")}
-    return "deepseek_v2", {"hf": hf}
 
 
 _MLA_SIZES = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
@@ -121,6 +153,7 @@ _MLA_SIZES = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_di
 _EXPERT_READERS: Mapping[str, Callable[[Keys, Keys], tuple[str, dict[str, Any]]]] = {
     "llama": _read_mixtral_or_qwen,
     "deepseek_v2": _read_deepseek_v2,
+    "deepseek_v3": _read_deepseek_v3,
 }
 """Readers of MindFormers' `moe_config`, by dense model family; each returns the model family with
 experts, and the fields of `Dimensions` that describe the experts."""

@@ -28,6 +28,10 @@ class InvalidKeyError(ConfigError):
         self.key = key
 
 
+class UnsupportedModelError(InvalidKeyError):
+    """Error of a model that cannot be built, beside which no other error of the file matters."""
+
+
 @dataclass(frozen=True)
 class Keys:
     """Reader of the keys of one section of a configuration file.

@@ -9,8 +9,10 @@ from typing import Any
 from shardwright.errors import ConfigError
 from shardwright.mindformers.adaptation import Adaptation, read_adaptation
 from shardwright.mindformers.architectures import read_architecture
+from shardwright.mindformers.dropout import read_dropout
 from shardwright.mindformers.experts import read_experts
 from shardwright.mindformers.keys import Keys
+from shardwright.mindformers.telechat import TELECHAT_KEYS, read_telechat
 from shardwright.models.attention import Attention
 from shardwright.models.loss import IGNORED
 from shardwright.models.sizes import (
@@ -50,6 +52,9 @@ _ONLY_VALUES: Mapping[str, bool | float] = {
     "wo_has_bias": True,
 }
 """For keys of MindFormers' `model_config` with a single supported value, that value, by key."""
+
+_DROPOUT_KEYS = ("hidden_dropout_rate", "attention_dropout_rate", "embedding_dropout_prob")
+"""Keys of the dropout of PanguAlpha and GPT."""
 
 # MindSpore's "gelu" is the tanh approximation.
 _GELU: Mapping[str, Gelu] = {"gelu": "gelu_tanh", "fast_gelu": "fast_gelu"}
@@ -99,13 +104,22 @@ def read_model(keys: Keys, notes: list[str]) -> MindFormersModel:
             "ignore_token_id", f"the loss ignores only the label {IGNORED}\nset it to {IGNORED}"
         )
     for name, value in _ONLY_VALUES.items():
+        if family == "telechat" and name in TELECHAT_KEYS:
+            continue
         # A flag is read as one, so that `"True"` in quotes counts too.
         read = config.flag if isinstance(value, bool) else config.number
         if read(name, value) != value:  # type: ignore[arg-type]
             raise config.error(name, f"{config.any(name)} is not supported\nset it to {value}")
     adaptation = read_adaptation(config, arch.string("type"), notes)
-    family, experts = read_experts(keys.section("moe_config"), config, family, notes)
-    sizes = _read_dimensions(config, family, positions, experts, config_type, notes)
+    family, further = read_experts(keys.section("moe_config"), config, family, notes)
+    if family == "telechat":
+        family, further = read_telechat(config)
+    if config.integer("mtp_depth", 0, minimum=0):
+        notes.append(
+            "model.model_config.mtp_depth has no effect: the loss has no term of multi-token"
+            " prediction"
+        )
+    sizes = _read_dimensions(config, family, positions, further, config_type, notes)
     # PanguAlpha is the only model of MindFormers with flash attention by default.
     is_explicit = not config.flag("use_flash_attention", family == "pangualpha")
     return MindFormersModel(
@@ -121,7 +135,7 @@ def _read_dimensions(
     config: Keys,
     family: str,
     positions: Positions,
-    experts: Mapping[str, Any],
+    further: Mapping[str, Any],
     config_type: str,
     notes: list[str],
 ) -> Dimensions:
@@ -161,9 +175,9 @@ def _read_dimensions(
         "seq_length": config.integer("seq_length"),
         "norm_eps": config.number(name("rms_norm_eps"), 1e-5, above=0),
         "rope_base": _read_rope_base(config, config_type, notes),
-        "dropout": _read_dropout(config) if positions == "learned" else 0.0,
-        **experts,
-        "hf": {**experts.get("hf", {}), **_read_hf_arguments(config, family, positions)},
+        "dropout": read_dropout(config, _DROPOUT_KEYS, 0.1) if positions == "learned" else 0.0,
+        **further,
+        "hf": {**further.get("hf", {}), **_read_hf_arguments(config, family, positions)},
     }
     # PanguAlpha always has the sigmoid approximation.
     if family == "gpt":
@@ -251,19 +265,6 @@ def _read_rope_base(config: Keys, config_type: str, notes: list[str]) -> float:
         # NTK scaling changes the base, where other methods change the angles.
         base *= config.number("scaling_factor", 1.0, minimum=1)
     return base * config.number("rope_ratio", 1.0, above=0)
-
-
-def _read_dropout(config: Keys) -> float:
-    """Read the dropout probability of PanguAlpha and GPT; the keys that set it must have equal
-    values."""
-    names = ("hidden_dropout_rate", "attention_dropout_rate", "embedding_dropout_prob")
-    rates = {name: config.number(name, minimum=0, below=1) for name in names if config.has(name)}
-    if len(set(rates.values())) > 1:
-        listed = ", ".join(f"{name} {rate:g}" for name, rate in rates.items())
-        raise config.error(
-            next(iter(rates)), f"dropout rates differ: {listed}\nset all dropout rates to one value"
-        )
-    return next(iter(rates.values()), 0.1)
 
 
 def read_dtype(config: Keys, name: str, default: str, notes: list[str]) -> str:

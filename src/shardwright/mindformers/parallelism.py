@@ -122,7 +122,8 @@ def read_parallelism(keys: Keys, notes: list[str]) -> Parallelism:
         strategies=_read_strategy_input_file(keys, parallel),
         cluster=parallel.string("cluster"),
     )
-    return _override_excluded_options(parallelism, config.has("vocab_emb_dp"), notes)
+    parallelism = _override_excluded_options(parallelism, config.has("vocab_emb_dp"), notes)
+    return _override_shard_size(parallelism, notes)
 
 
 def _read_auto_pipeline(parallel: Keys) -> bool | None:
@@ -273,3 +274,18 @@ def _override_excluded_options(
             notes.append(f"vocab_emb_dp is False: {reason}")
         parallelism = replace(parallelism, vocab_emb_dp=False)
     return parallelism
+
+
+def _override_shard_size(parallelism: Parallelism, notes: list[str]) -> Parallelism:
+    """Ignore a number of shards that does not divide the replicas, as MindSpore does."""
+    sharding, replicas = parallelism.sharding, parallelism.data_parallel
+    # In a search, degrees do not decide the number of replicas.
+    if sharding is None or not parallelism.shards_by_degrees or sharding.shard_size < 0:
+        return parallelism
+    if replicas % sharding.shard_size == 0:
+        return parallelism
+    notes.append(
+        f"optimizer_weight_shard_size {sharding.shard_size} has no effect: it does not divide"
+        f" data_parallel {replicas}"
+    )
+    return replace(parallelism, sharding=replace(sharding, shard_size=-1))

@@ -168,7 +168,6 @@ def check_parallelism(keys: Keys, parallelism: Parallelism, sizes: Dimensions) -
     _check_num_stages(config, parallelism, sizes)
     # In a search, degrees shard nothing that could be indivisible.
     if parallelism.shards_by_degrees:
-        _check_optimizer_shards(keys, parallelism)
         _check_tensor_parallel(config, parallelism, sizes)
         _check_sequence_sharding(config, parallelism, sizes)
     return _read_layers_per_chunk(keys, parallelism, sizes.num_layers)
@@ -223,6 +222,8 @@ def _read_layers_per_chunk(keys: Keys, parallelism: Parallelism, layers: int) ->
     remainder of the division is spread over the chunks.
     """
     config, stages = keys.section("model").section("model_config"), parallelism.stages
+    # Blocks of multi-token prediction, which are not built, are the last ones.
+    further = config.integer("mtp_depth", 0, minimum=0)
     interleave = config.integer("pp_interleave_num", 1)
     if parallelism.schedule != "interleaved_1f1b" or not parallelism.shards_by_degrees:
         # In all other cases the planner assigns blocks to chunks.
@@ -246,7 +247,7 @@ def _read_layers_per_chunk(keys: Keys, parallelism: Parallelism, layers: int) ->
         if parallelism.schedule == "interleaved_1f1b":
             remedy += ", or `pp_interleave_num` to the number of chunks of a stage"
         raise config.error("offset", f"{offset} is not supported, because {reason}\n{remedy}")
-    layers_per_chunk, remainder = divmod(layers, chunks)
+    layers_per_chunk, remainder = divmod(layers + further, chunks)
     offsets = _expand_chunk_offsets(offset, stages, interleave)
     # Every chunk must keep at least one layer.
     if offsets is None or sum(offsets) != remainder or min(offsets) <= -layers_per_chunk:
@@ -254,10 +255,17 @@ def _read_layers_per_chunk(keys: Keys, parallelism: Parallelism, layers: int) ->
         divisions = f"{stages} stages" + (f" of {interleave} chunks" if interleave > 1 else "")
         raise config.error(
             "offset",
-            f"{offset} does not divide {layers} layers over {divisions}\nuse {lists} that add up to"
-            f" {remainder}",
+            f"{offset} does not divide {layers + further} layers over {divisions}\nuse {lists} that"
+            f" add up to {remainder}",
         )
-    return tuple(layers_per_chunk + each for each in offsets)
+    blocks = [layers_per_chunk + each for each in offsets]
+    if blocks[-1] <= further:
+        raise config.error(
+            "offset",
+            f"the last stage has only the layers of `mtp_depth` {further}, which are not built\nset"
+            f" it to a list whose last stage has more than {further} layers",
+        )
+    return (*blocks[:-1], blocks[-1] - further)
 
 
 def _expand_chunk_offsets(offset: Any, stages: int, chunks_per_stage: int) -> list[int] | None:
@@ -281,23 +289,6 @@ def _expand_chunk_offsets(offset: Any, stages: int, chunks_per_stage: int) -> li
     offsets = [each for row in rows for each in row]
     # `type` instead of `isinstance`, because a bool is an int.
     return offsets if fits and all(type(each) is int for each in offsets) else None
-
-
-def _check_optimizer_shards(keys: Keys, parallelism: Parallelism) -> None:
-    size, replicas = (
-        parallelism.sharding.shard_size if parallelism.sharding else -1,
-        parallelism.data_parallel,
-    )
-    if size > 0 and replicas % size:
-        raise (
-            keys.section("parallel")
-            .section("parallel_optimizer_config")
-            .error(
-                "optimizer_weight_shard_size",
-                f"{size} does not divide data_parallel {replicas}\nuse one of -1,"
-                f" {divisors_text(replicas, replicas)}",
-            )
-        )
 
 
 def _check_tensor_parallel(config: Keys, parallelism: Parallelism, sizes: Dimensions) -> None:

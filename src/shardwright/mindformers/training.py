@@ -13,6 +13,8 @@ from shardwright.mindformers.recomputation import Recomputation, read_recomputat
 _OPTIMIZERS = (
     *("FP32StateAdamWeightDecay", "FusedAdamWeightDecay", "AdamWeightDecayX"),
     *("AdamWeightDecay", "AdamW"),
+    # Other names of these in MindFormers.
+    *("adamw", "fused_adamw", "fp32_adamw"),
 )
 _SCHEDULES = {
     "CosineWithWarmUpLR": "cosine",
@@ -26,7 +28,7 @@ _SCHEDULES = {
 }
 _CHECKPOINT_CALLBACKS = ("CheckpointMonitor", "CheckpointMointor")
 """Names of the callback that saves checkpoints; older MindFormers versions have the typo."""
-_ONLY_SCHEDULE_VALUES = {"warmup_lr_init": 0.0, "warmup_epochs": 0.0, "num_cycles": 0.5}
+_ONLY_SCHEDULE_VALUES = {"warmup_epochs": 0.0, "num_cycles": 0.5}
 """For keys of MindFormers' `lr_schedule` with a single supported value, that value, by key."""
 
 _DEFAULT_CLIP_NORM = 1.0
@@ -101,10 +103,19 @@ def _read_checkpoint_callback(keys: Keys) -> dict[str, Any]:
     for index, content in enumerate(callbacks):
         if isinstance(content, Mapping) and content.get("type") in _CHECKPOINT_CALLBACKS:
             monitor = Keys(content, f"callbacks[{index}]", keys.file)
+            # MindFormers' defaults, here and below.
+            steps = monitor.integer("save_checkpoint_steps", 1, minimum=0)
+            if not steps and monitor.number("save_checkpoint_seconds", 0, minimum=0):
+                raise monitor.error(
+                    "save_checkpoint_seconds",
+                    "checkpoints by time are not supported\nset `save_checkpoint_steps` instead",
+                )
+            # MindSpore saves nothing then, not even at the end.
+            if not steps:
+                return {}
             return {
                 "folder": folder,
-                # MindFormers' defaults.
-                "every": monitor.integer("save_checkpoint_steps", 1),
+                "every": steps,
                 "keep": monitor.integer("keep_checkpoint_max", 5),
                 "async": monitor.flag("async_save", False),
             }
@@ -157,6 +168,10 @@ def _read_learning_rate(optimizer: Keys, schedule: Keys, notes: list[str]) -> fl
     """Read the peak learning rate; a rate in the schedule overrides the rate of the optimizer, as
     in MindFormers."""
     section = schedule if schedule.has("learning_rate") else optimizer
+    if not section.has("learning_rate"):
+        raise section.error(
+            "learning_rate", "the key is missing\nset it, or `lr_schedule.learning_rate`"
+        )
     rate = section.number("learning_rate", above=0)
     if optimizer.has("learning_rate") and optimizer.number("learning_rate") != rate:
         notes.append(
@@ -187,6 +202,7 @@ def _read_lr_schedule(keys: Keys) -> dict[str, Any]:
     total = section.integer("total_steps", -1, minimum=-1)
     return {
         "kind": decay,
+        "start": section.number("warmup_lr_init", 0.0, minimum=0),
         "end": section.number("lr_end", 0.0, minimum=0),
         "warmup_steps": steps,
         "warmup_ratio": ratio,

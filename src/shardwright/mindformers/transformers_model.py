@@ -68,7 +68,7 @@ def has_transformers_keys(keys: Keys) -> bool:
     if model.section("arch").content:
         return False
     config = model.section("model_config")
-    names = ("model_type", "architectures")
+    names = ("model_type", "architectures", "num_hidden_layers")
     return keys.has("pretrained_model_dir") or any(config.has(name) for name in names)
 
 
@@ -202,6 +202,12 @@ def _read_dimensions(
         hf["head_dim"] = config.integer("qk_rope_head_dim")
         # None is a value: queries without a latent.
         hf["q_lora_rank"] = config.any("q_lora_rank")
+        # 0 stands for no groups, which is one group of all experts.
+        hf |= {
+            name: config.integer(name, minimum=0) or 1
+            for name in ("n_group", "topk_group")
+            if config.has(name)
+        }
     # Megatron-LM's key for the opposite of `tie_word_embeddings`.
     if not config.flag("untie_embeddings_and_output_weights", not _read_tied_embeddings(config)):
         hf["tie_word_embeddings"] = True

@@ -13,6 +13,10 @@ from shardwright.run.loop.lr_schedule import LRSchedule
     ("schedule", "rates"),
     [
         (LRSchedule("constant", 1.0, warmup_steps=4), [0, 0.25, 0.5, 0.75, 1, 1, 1, 1, 1, 1]),
+        (
+            LRSchedule("constant", 1.0, start=0.5, warmup_steps=4),
+            [0.5, 0.625, 0.75, 0.875, *[1] * 6],
+        ),
         (LRSchedule("linear", 1.0, end=0.5, total_steps=5), [1, 0.9, 0.8, 0.7, 0.6, *[0.5] * 5]),
         (
             LRSchedule("polynomial", 1.0, power=2.0, total_steps=4),

@@ -157,6 +157,7 @@ class ScheduleSection(Section, frozen=True):
     """Learning rate schedule; the arguments of `LRSchedule`."""
 
     kind: Literal["constant", "cosine", "linear", "polynomial"] = "cosine"
+    start: NotNegative = 0.0
     end: NotNegative = 0.0
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     warmup_ratio: Annotated[float, Field(ge=0, lt=1)] | None = None

@@ -10,11 +10,12 @@ KINDS = ("constant", "cosine", "linear", "polynomial")
 
 @dataclass(frozen=True)
 class LRSchedule:
-    """Linear warmup from 0 to `peak`, followed by decay to `end`.
+    """Linear warmup from `start` to `peak`, followed by decay to `end`.
 
     Args:
         kind: the decay: `constant` (none), `cosine`, `linear` or `polynomial`.
         peak: learning rate at the end of the warmup.
+        start: learning rate at the beginning of the warmup.
         end: learning rate at the end of the decay.
         warmup_steps: number of warmup steps.
         warmup_ratio: warmup steps as a fraction of `total_steps`; overrides `warmup_steps`.
@@ -24,6 +25,7 @@ class LRSchedule:
 
     kind: str
     peak: float
+    start: float = 0.0
     end: float = 0.0
     warmup_steps: int = 0
     warmup_ratio: float | None = None
@@ -37,7 +39,7 @@ class LRSchedule:
         if self.warmup_ratio is not None:
             warmup = int(self.warmup_ratio * total)
         if step < warmup:
-            return self.peak * step / warmup
+            return self.start + (self.peak - self.start) * step / warmup
         if self.kind == "constant":
             return self.peak
         # No step decays if the warmup is as long as the run.
