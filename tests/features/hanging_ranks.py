@@ -1,6 +1,6 @@
 """What `test_faults.py` runs on two ranks, of which one does not come to a collective.
 
-hanging_ranks.py call|forward|backward|stages FOLDER
+hanging_ranks.py call|forward|gradients|backward|stages FOLDER
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ def main(where: str, folder: Path) -> None:
             time.sleep(100)
         if where == "stages":
             parallel.train_step(x)
-        for _ in range(3):
+        # The first ten backward passes begin with a comparison of gradients.
+        for _ in range(12 if where == "backward" else 3):
             parallel(x).backward()
         if world.rank == 1 and where in ("call", "forward"):
             time.sleep(100)

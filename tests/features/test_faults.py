@@ -238,6 +238,11 @@ def test_a_killed_rank_costs_no_step_and_none_is_done_twice(
         ),
         pytest.param("call", "in the comparison of the ranks' calls", marks=pytest.mark.slow),
         pytest.param("stages", "in an exchange between pipeline stages", marks=pytest.mark.slow),
+        pytest.param(
+            "gradients",
+            "in the comparison of the ranks' gradients of outputs",
+            marks=pytest.mark.slow,
+        ),
         (
             "backward",
             r"in the gradient of `outer_bias_output_1 = slice_dim0_a\(outer_bias_output\)`",

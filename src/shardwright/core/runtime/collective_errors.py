@@ -146,6 +146,9 @@ def _describe_failed_collective(error: BaseException, call: str) -> str | None:
         _COLLECTIVE_MODULES.intersection(modules) or modules[-1].startswith("torch.distributed.")
     ):
         return None
+    # A backward pass compares gradients before it enters a program.
+    if _GRADIENT_GUARD_MODULE in modules:
+        return "the comparison of the ranks' gradients of outputs"
     # From the outermost frame to the innermost: a redistribution, then its bucket.
     descriptions = []
     for frame, line in frames:
@@ -191,6 +194,7 @@ _COLLECTIVE_MODULES = {
     _BUCKETS_MODULE,
 }
 _GUARD_MODULE = "shardwright.core.misuse.batch_guard"
+_GRADIENT_GUARD_MODULE = "shardwright.core.misuse.gradient_guard"
 _STARTED = re.compile(r"(\w+) = start_([a-z]\w+)\(")
 PEER_FAILURE = re.compile("clos|connect|peer|pipe|reset|time(d |-)?out|time limit", re.IGNORECASE)
 """Pattern of errors of gloo and of stores about a process that has ended or does not respond."""
