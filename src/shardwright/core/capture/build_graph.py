@@ -45,7 +45,7 @@ class CapturedCall:
         gradients: whether gradients are enabled around the call; always True for a module that does
             not read `torch.is_grad_enabled()`.
         original: the module of which `module` is a copy, to which user code outside of the module
-            may refer; None if `module` is no copy.
+            may refer; None if `module` is not a copy.
     """
 
     module: nn.Module

@@ -166,7 +166,7 @@ class ExpertTemplate:
         """
         if node not in self._index:
             raise NoTemplateError(
-                "this loop adds tensors that are not computed from an expert's rows"
+                "this loop over experts adds a tensor that is not computed from an expert's tokens"
             )
         if node not in self._rows:
             self._rows[node] = self._insert_operator(node)

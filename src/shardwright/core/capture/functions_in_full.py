@@ -86,7 +86,7 @@ def traced_in_full(
         operator).
     """
     # Parameters that are no inputs of the operator would get no gradient.
-    if problem := _find_hidden_parameters(function, args, kwargs):
+    if problem := _explain_parameters_without_gradient(function, args, kwargs):
         return None, problem
     leaves, structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -126,7 +126,7 @@ def warn_of_functions_in_full(graph: Graph) -> None:
         )
 
 
-def _find_hidden_parameters(
+def _explain_parameters_without_gradient(
     function: type[Function], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> str:
     """Return an error message if the function reads trained parameters that are not arguments.

@@ -136,7 +136,7 @@ class TraceSoFar:
         value = node.meta.get("val")
         if not isinstance(value, Tensor):
             raise CaptureError(
-                "`forward` computes gradients through a size that differs between calls\n"
+                "`forward` computes the gradient of a number that depends on tensor sizes\n"
                 f"compute the gradient outside of the model, {_OR_CUSTOM_OP}"
             )
         # Outside of the trace, which would record a `detach`; the new tensor then stands for the

@@ -43,9 +43,10 @@ _INDEXED_SUMS = (aten.scatter_add.default, aten.index_add.default, aten.index_pu
 
 
 def fold_sorted_experts(graph: fx.Graph) -> None:
-    """Replace each mixture of experts that sorts its rows by one operator, in place.
+    """Replace the operators of each mixture of experts that sorts its tokens by expert with one
+    operator `experts`, in place.
 
-    Mixtures of another form remain unchanged.
+    Mixtures of experts that do not sort their tokens are left unchanged.
     """
     remove_dead(graph)
     if not any(node.target in GROUPED_PRODUCTS for node in graph.nodes):

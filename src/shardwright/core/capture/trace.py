@@ -232,7 +232,8 @@ def fold_operators(rewritten: CanonicalTrace, call: CapturedCall) -> Graph:
 def _raises_same_error_without_export(
     twin: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception
 ) -> bool:
-    """Whether the fake copy of a model raises the same error outside of `torch.export`."""
+    """Return whether a call of the model on fake tensors raises `error` without `torch.export`
+    too."""
     try:
         with torch.no_grad(), calling_forward(twin):
             twin(*args, **kwargs)

@@ -70,10 +70,11 @@ class GraphsBySize:
 
     @contextmanager
     def deriving(self, derive: bool) -> Iterator[Callable[[], bool]]:
-        """Context that sets whether graphs may be derived.
+        """Context that sets whether the graph of a call may be interpolated from the graphs that
+        were captured for two other batch sizes.
 
         Yields:
-            A function that returns whether a derived graph was used in the context.
+            A function that returns whether an interpolated graph was used in the context.
         """
         before, self.derive = self.derive, derive
         start = self.num_derived

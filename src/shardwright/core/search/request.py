@@ -42,10 +42,11 @@ class TimedStep:
     optimizer_shard_size: int | None = None
 
     def parameter_weight(self, mem_coeff: float) -> float:
-        """Return the weight in the objective of gathering, updating and reducing parameters.
+        """Return the objective's weight of parameter all-gathers, gradient reductions and optimizer
+        updates.
 
-        The weight is below 1 for a `mem_coeff` below the default, which favors replicated
-        parameters.
+        The weight is below 1 if `mem_coeff` is below its default, so that the search favors
+        replicated parameters.
         """
         # At most 1: a larger `mem_coeff` increases only `seconds_per_parameter_byte`.
         return min(1.0, mem_coeff / DEFAULT_MEM_COEFF)

@@ -136,7 +136,8 @@ class GridComparison:
         self.tokens = data.batch_size * data.seq_length
 
     def alternatives(self) -> Iterator[Alternative]:
-        """Yield all alternatives with their predicted costs."""
+        """Yield the expert's, the automatic and all other plans of the model, each with its
+        predicted step time in seconds and peak memory in bytes."""
         degrees, plan = self.expert()
         expert = self._predict_alternative(EXPERT, degrees, plan)
         yield expert
