@@ -164,7 +164,7 @@ def test_packed_rows_of_a_transformer_that_makes_a_cache_are_warned_of(
 
 def test_one_long_sequence_is_divided_among_all_devices() -> None:
     net, _ = blocks()
-    x = torch.zeros(1, 1 << 14, 16, device="meta")
+    x = torch.zeros(1, 1 << 17, 16, device="meta")
     plan = sw.plan(net.to("meta"), (x,), devices=16, cluster="h100")
     for op in plan.partitioned.graph.ops:
         if op.target is ATTENTION:
