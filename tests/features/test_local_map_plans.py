@@ -168,7 +168,7 @@ def test_memory_and_operations_are_counted_or_stated() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.last(self.layers(x)).mean()
 
-    args = (torch.randn(512, 64),)
+    args = (torch.randn(1 << 14, 64),)
 
     def plan(**options: Any) -> sw.Plan:
         return sw.plan(Big(**options), args, devices=2, cluster="h100")
