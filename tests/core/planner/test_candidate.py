@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import shardwright as sw
+from shardwright.core.cost.clusters import load_cluster
 from shardwright.core.graph.graph import Graph
 from shardwright.core.layout.layout import DeviceMatrix
 from shardwright.core.partition.fold_axes import dtensor_axes
@@ -49,7 +50,14 @@ def test_llama_on_1024_devices_has_a_mesh_of_few_axes_and_is_no_slower(
         ids = torch.empty((128, 4096), dtype=torch.long)
     inputs = {"input_ids": ids, "labels": ids, "use_cache": False}
     graph = sw.capture(net, (), inputs, compute_dtype=torch.bfloat16)
-    options = {"devices": 1024, "cluster": "h100", "compute_dtype": "bfloat16"}
+    h100 = load_cluster("h100")
+    # Without latencies, steps of few bytes cost nothing, so more of them divide axes.
+    levels = tuple(replace(level, latency=0.0) for level in h100.levels)
+    options = {
+        "devices": 1024,
+        "cluster": replace(h100, levels=levels),
+        "compute_dtype": "bfloat16",
+    }
     aligned = sw.plan(graph, **options)
     monkeypatch.setattr(candidate, "MAX_PARAMETER_AXES", 1024)
     searched = sw.plan(graph, **options)
