@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -141,6 +142,18 @@ def check_distributed_checkpoints_have_all_ranks() -> None:
         torch.testing.assert_close(values(other), values(net), rtol=0, atol=0)
 
 
+def check_an_optimizer_of_an_iterator_that_has_been_read_warns() -> None:
+    parameters, messages = iter(in_stages().parameters()), list[str]()
+    trained = torch.optim.SGD(parameters, lr=0.1)
+    assert trained.param_groups[0]["params"]
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("shardwright").addHandler(handler)
+    torch.optim.SGD(parameters, lr=0.1)
+    logging.getLogger("shardwright").removeHandler(handler)
+    assert "`SGD`" in messages[0] and "not an iterator that has been read" in messages[0]
+
+
 def check_a_stage_without_parameters_has_an_optimizer() -> None:
     torch.manual_seed(0)
     layers = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Softmax(-1))
@@ -192,6 +205,7 @@ CHECKS = (
     check_distributed_checkpoints_have_all_ranks,
     check_ranks_collect_their_stages,
     check_a_stage_without_parameters_has_an_optimizer,
+    check_an_optimizer_of_an_iterator_that_has_been_read_warns,
 )
 
 

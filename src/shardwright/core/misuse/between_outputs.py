@@ -20,8 +20,8 @@ from torch import Tensor
 
 from shardwright.core.capture.naming import current_line, line_of_function
 from shardwright.core.graph.graph import Graph, Value
+from shardwright.core.misuse.output_names import output_names
 from shardwright.core.partition.communication import Communication
-from shardwright.core.torch_internals import pytree
 from shardwright.core.torch_internals.autograd import check_before_grad, gradient_edge_of
 from shardwright.core.torch_internals.dispatch import without_torch_function_of_subclasses
 from shardwright.core.torch_internals.hooks import Hooks, hooks_of_result, hooks_of_tensor
@@ -133,8 +133,7 @@ class OutputsOffPath:
 
     def _watch_hooks_of_outputs(self, outputs: Sequence[Any], result: Any) -> None:
         refuse_gradients_of_outputs()
-        # All calls of a program return results of one structure.
-        self._names = self._names or _list_output_names(result, len(outputs))
+        self._names = self._names or output_names(self._graph)
         watched: dict[int, WatchedOutput] = {}
         for index in sorted({i for indices in self._computed_from.values() for i in indices}):
             tensor = outputs[index]
@@ -200,16 +199,6 @@ def _find_dependent_outputs(graph: Graph, value: Value) -> list[int]:
         if not dependents.isdisjoint(op.inputs):
             dependents.update(output for output in op.outputs if output.differentiable)
     return [index for index, output in enumerate(graph.outputs) if output in dependents]
-
-
-def _list_output_names(result: Any, count: int) -> list[str]:
-    """Return names of `count` outputs, for errors: leaves of `result`, then stored tensors."""
-    try:
-        leaves, _ = pytree.tree_flatten_with_path(result)
-    except ValueError:  # a registered class without `flatten_with_keys_fn`
-        return [f"output {index}" for index in range(count)]
-    names = [f"output{pytree.keystr(path)}" for path, _ in leaves]
-    return names + ["a tensor that the call stores"] * (count - len(names))
 
 
 def _make_incomplete_gradient_hook(

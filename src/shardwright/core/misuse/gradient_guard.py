@@ -21,7 +21,6 @@ from shardwright.core.misuse.batch_guard import FIRST_CALLS, PERIOD
 from shardwright.core.misuse.ranks import delay_data_errors, is_due
 from shardwright.core.runtime.devices import Devices
 from shardwright.core.runtime.rank_calls import begin_backward
-from shardwright.core.torch_internals import pytree
 from shardwright.errors import DataError
 
 TOLERANCE = 1e-3
@@ -38,25 +37,6 @@ class WatchGradient(Protocol):
     def __call__(self, output: Tensor, name: str) -> None: ...
 
 
-def output_names(structure: pytree.TreeSpec, count: int) -> list[str]:
-    """Return the names of the `count` outputs of a program, for errors.
-
-    Args:
-        structure: structure of the model's result, whose leaves are the first outputs; the others
-            are stored in Python objects.
-        count: number of outputs.
-    """
-    # Tensors, as objects of a class that this rank has not seen with tensors flatten to no leaves.
-    leaves = [torch.empty(0, device="meta") for _ in range(structure.num_leaves)]
-    try:
-        paths, _ = pytree.tree_flatten_with_path(pytree.tree_unflatten(leaves, structure))
-    except ValueError:  # a registered class without `flatten_with_keys_fn`
-        names = [f"output {index}" for index in range(len(leaves))]
-    else:
-        names = [f"output {pytree.keystr(path)}" if path else "the output" for path, _ in paths]
-    return names + ["a stored output"] * (count - len(names))
-
-
 class GradientGuard:
     """Guard that compares the gradients of outputs between ranks.
 
@@ -71,7 +51,7 @@ class GradientGuard:
 
     @staticmethod
     def of(devices: Devices, *, has_local_batches: bool) -> GradientGuard | None:
-        """Return a guard; None without other ranks, as in a rehearsal."""
+        """Return a guard, or None if there are no other ranks with which to compare."""
         if not devices.is_distributed or not has_other_ranks():
             return None
         return GradientGuard(devices, has_local_batches=has_local_batches)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from functools import cache, wraps
 from itertools import chain
@@ -16,6 +17,8 @@ from shardwright.core.misuse.caller import user_line
 from shardwright.core.misuse.partial_state import mark_stage_state
 from shardwright.core.runtime.total_norms import stage_models
 from shardwright.errors import PlanError
+
+log = logging.getLogger("shardwright")
 
 
 @cache
@@ -89,7 +92,15 @@ def _accepting_no_parameters(initialize: Callable[..., None]) -> Callable[..., N
             params = list(params)
             if not params and isinstance(optimizer, LBFGS):
                 raise _make_lbfgs_error()
-            params = params or [{"params": []}]
+            if not params:
+                log.warning(
+                    "`%s`%s has no parameters on this rank\n"
+                    "nothing to do if its modules belong to other pipeline stages; else pass a list"
+                    " of parameters, not an iterator that has been read",
+                    type(optimizer).__name__,
+                    user_line(),
+                )
+                params = [{"params": []}]
         initialize(optimizer, params, *args, **kwargs)
 
     return initialize_or_leave_empty

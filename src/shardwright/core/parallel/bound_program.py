@@ -13,7 +13,8 @@ from shardwright.core.graph.graph import Graph, Value
 from shardwright.core.graph.python_call import PythonCall
 from shardwright.core.lower.program import Program
 from shardwright.core.misuse.between_outputs import OutputsOffPath
-from shardwright.core.misuse.gradient_guard import WatchGradient, output_names
+from shardwright.core.misuse.gradient_guard import WatchGradient
+from shardwright.core.misuse.output_names import output_names
 from shardwright.core.parallel.module_tensors import ModuleTensors
 from shardwright.core.parallel.output_tensor import as_output_tensor
 from shardwright.core.parallel.train_step import TrainStep
@@ -53,7 +54,7 @@ class BoundProgram:
 
     @cached_property
     def _output_names(self) -> list[str]:
-        return output_names(self.graph.out_spec, len(self.graph.outputs))
+        return output_names(self.graph)
 
     def wrap_outputs(
         self, outputs: Sequence[Any], model: str, watch: WatchGradient | None

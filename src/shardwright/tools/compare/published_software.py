@@ -206,7 +206,8 @@ def _cluster_with_framework(run: PublishedRun) -> Cluster:
 
 
 def _with_figures_of(variant: Cluster, hardware: str) -> Cluster:
-    """Return the cluster of `hardware` with what a variant of `MODEL_HARDWARE` changes there."""
+    """Return the cluster of `hardware` with the software of `variant`, a cluster of
+    `MODEL_HARDWARE`: with all figures in which `variant` differs from plain `MODEL_HARDWARE`."""
     cluster, plain = load_cluster(hardware), load_cluster(MODEL_HARDWARE).device
     has_equal_rates = cluster.device.rates == plain.rates
     names = (*FRAMEWORK_FIGURES, *(ATTENTION_FIGURES if has_equal_rates else ()))
