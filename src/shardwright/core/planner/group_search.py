@@ -151,7 +151,7 @@ class GroupSearch(SearchQueue):
         """
         stage_options, num_dropped = queued.stage_options, len(self.dropped)
         entries: list[QueuedCandidate] = []
-        all_candidates: Sequence[Candidate] = ()
+        repeated: Sequence[Candidate] = ()
         new_cuts: tuple[SharedCuts, ...] | None = None
         self.num_searched += 1
         # Dividing the model into stages may turn out to be impossible.
@@ -163,6 +163,8 @@ class GroupSearch(SearchQueue):
                 queued.without_earlier_cuts(all_candidates) if is_sharded else all_candidates
             )
             new_cuts = tuple(each.cuts for each in new_candidates)
+            new_ids = set(map(id, new_candidates))
+            repeated = [each for each in all_candidates if id(each) not in new_ids]
             entries.extend(self._make_new_entries(new_candidates, attempt))
         for each in entries:
             seconds = self._bound_seconds_with_recompute(
@@ -174,7 +176,7 @@ class GroupSearch(SearchQueue):
                 seconds = self._bound_seconds_with_recompute(each.candidate, stage_options)
                 lowest.add(each.candidate, seconds)
             # Where the search found earlier cuts again, the last group says how fast they are.
-            if len(new_cuts or ()) < len(all_candidates):
+            if any(not each.is_baseline for each in repeated):
                 lowest.searched = min(lowest.searched, queued.previous_lowest)
         stage_options.may_fit = stage_options.may_fit or bool(entries)
         # ZeRO-3 over all replicas needs the least memory: what is too large here fits at no level.
