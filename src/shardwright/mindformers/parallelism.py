@@ -122,7 +122,7 @@ def read_parallelism(keys: Keys, notes: list[str]) -> Parallelism:
         strategies=_read_strategy_input_file(keys, parallel),
         cluster=parallel.string("cluster"),
     )
-    parallelism = _override_excluded_options(parallelism, config.has("vocab_emb_dp"), notes)
+    parallelism = _override_options_for_mode(parallelism, config.has("vocab_emb_dp"), notes)
     return _override_shard_size(parallelism, notes)
 
 
@@ -233,7 +233,7 @@ def _read_zero_options(parallel: Keys) -> OptimizerParallel | None:
     return OptimizerParallel(level, size, threshold)
 
 
-def _override_excluded_options(
+def _override_options_for_mode(
     parallelism: Parallelism, sets_vocab_emb_dp: bool, notes: list[str]
 ) -> Parallelism:
     """Override options that the mode excludes, as MindFormers does.

@@ -294,7 +294,7 @@ def _optimizer_bytes_of_parameter(
         return OptimizerBytes(measured.state + full_bytes - shard_bytes, measured.temporary)
     except Exception:
         # The step reads values, which tensors on the meta device do not have.
-        return _scale_bytes_of_small_parameter(make_optimizer, shape, dtype, full_shape)
+        return _extrapolate_optimizer_bytes(make_optimizer, shape, dtype, full_shape)
 
 
 def _replicated_state_bytes(make_optimizer: MakeOptimizer, shape: Shape, dtype: torch.dtype) -> int:
@@ -320,11 +320,11 @@ def _state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
         yield from (tensor for tensor in values.values() if isinstance(tensor, Tensor))
 
 
-def _scale_bytes_of_small_parameter(
+def _extrapolate_optimizer_bytes(
     make_optimizer: MakeOptimizer, shape: Shape, dtype: torch.dtype, full_shape: Shape
 ) -> OptimizerBytes:
     """Return the bytes of an optimizer for a shard of shape `shape` of a parameter of shape
-    `full_shape`, scaled from those of a small parameter.
+    `full_shape`, extrapolated from those measured for a small parameter.
 
     Raises:
         PlanError: if a step of the optimizer fails.

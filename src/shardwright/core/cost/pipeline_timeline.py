@@ -268,7 +268,7 @@ def timeline(pipeline: PipelineSpec, chunks: Sequence[ChunkSeconds]) -> Timeline
     """
     if len(chunks) != pipeline.num_chunks:
         raise ValueError(
-            f"got seconds of {len(chunks)} chunks, but the pipeline has {pipeline.num_chunks}\n"
+            f"`chunks` has {len(chunks)} entries, but there are {pipeline.num_chunks} chunks\n"
             "pass the seconds of each chunk, in model order"
         )
     seconds = _seconds_by_pass_type(chunks)

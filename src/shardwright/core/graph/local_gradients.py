@@ -83,12 +83,13 @@ def connect_unused_inputs(
 ) -> tuple[Tensor, ...]:
     """Return the results, connected in the autograd graph to every input that requires a gradient.
 
-    An input that the code has not used gets a gradient of zeros. Ranks reduce gradients together,
-    and code that depends on values may read a parameter on some ranks only.
+    An input that the user's function has not used gets a gradient of zeros, not None: a function
+    with data-dependent branches may use a parameter on some ranks only, but all ranks reduce its
+    gradient together.
 
     Args:
-        results: the results of the code.
-        tensors: the inputs of the code.
+        results: the results of the user's function.
+        tensors: the inputs of the user's function.
     """
     trained = [tensor for tensor in tensors if tensor.requires_grad]
     # Without results that require a gradient, no backward pass comes here.

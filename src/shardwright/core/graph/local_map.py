@@ -283,7 +283,7 @@ class LocalCall:
 
     @property
     def is_opaque(self) -> bool:
-        """Whether capture knows neither the saved tensors of the call nor its input gradients."""
+        """Whether the saved tensors and input gradients of the call are unknown after capture."""
         return self.sample is None or self.saved_bytes is not None
 
     def is_mean(self, output: int) -> bool:

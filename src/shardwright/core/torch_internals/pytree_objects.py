@@ -46,8 +46,9 @@ def register_objects(value: Any, only_tensors: bool = False) -> None:
 
     Args:
         value: a pytree.
-        only_tensors: whether to register nothing if an object has a field that a rebuilt object
-            would lack. Fields may be tensors, numbers, strings, and containers or objects of these.
+        only_tensors: whether to refuse objects that cannot be rebuilt from their fields: if a field
+            is not a tensor, a number, a string, or a container or object of these, no class is
+            registered.
 
     Raises:
         CaptureError: if an object contains itself.

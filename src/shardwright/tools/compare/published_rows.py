@@ -236,7 +236,7 @@ class PublishedRun(BaseModel, strict=True, frozen=True):
 
     @property
     def has_explicit_attention(self) -> bool:
-        """Whether attention is separate operators, which save all scores for the backward pass."""
+        """Whether attention is unfused and saves its score matrix for the backward pass."""
         return (
             self.attention == "explicit"
             or self.kernel in EXPLICIT_KERNELS

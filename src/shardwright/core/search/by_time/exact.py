@@ -209,8 +209,8 @@ class _JointTables:
         return variable.count * weights.weighted_seconds(self.objective.operator(variable, cuts))
 
     def _edge_tables(self, edge: TensorEdge, weights: Weights) -> list[Factor]:
-        """Return a table for each consumer, with its share of the cost of redistributing the
-        value."""
+        """Return, for each consumer of the value, a table of redistribution costs over the cuts of
+        the producer and of the consumer."""
         # Its storage depends on all consumers; without its cost the sum stays a lower bound.
         if edge.is_shared_parameter:
             return []

@@ -107,8 +107,8 @@ class StageLevels:
         )
 
     def fully_recomputed_bytes(self, other_bytes: int) -> int:
-        """Return the estimated peak memory of the stage at its last recomputation level, in bytes
-        per device.
+        """Return the estimated peak memory of the stage at its highest recomputation level, in
+        bytes per device.
 
         Args:
             other_bytes: bytes per device without activations.
@@ -116,8 +116,8 @@ class StageLevels:
         return other_bytes + self.activation_bytes[1] + self._largest_block_bytes
 
     def min_memory(self, other_bytes: int, gradients_present: bool) -> int:
-        """Return a low estimate of the peak memory of the stage at its last recomputation level, in
-        bytes per device.
+        """Return a low estimate of the peak memory of the stage at its highest recomputation level,
+        in bytes per device.
 
         Args:
             other_bytes: bytes per device without activations.
@@ -261,7 +261,7 @@ class RecomputeLevels:
         )
 
     def min_memory(self, depth: int, other_bytes: Sequence[int]) -> list[int]:
-        """Return a low estimate of each stage's peak memory at its last recomputation level, in
+        """Return a low estimate of each stage's peak memory at its highest recomputation level, in
         bytes per device.
 
         Args:

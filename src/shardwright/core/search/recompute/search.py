@@ -98,8 +98,8 @@ class RecomputeSearch:
 
     @property
     def fully_recomputed(self) -> MeasuredDecisions:
-        """Decisions with all stages at their last recomputation levels, and their memory in a dry
-        run."""
+        """Decisions with all stages at their highest recomputation levels, and their memory in a
+        dry run."""
         if self._fully_recomputed is None:
             self._fully_recomputed = self._measure_levels(self._last_levels)
         return self._fully_recomputed
@@ -110,7 +110,7 @@ class RecomputeSearch:
 
     @cached_property
     def largest_stage(self) -> StageMemory:
-        """Memory of the stage with the largest estimate, by a dry run at its last recomputation
+        """Memory of the stage with the largest estimate, by a dry run at its highest recomputation
         level."""
         sizes = [
             stage.fully_recomputed_bytes(size)
@@ -123,7 +123,7 @@ class RecomputeSearch:
 
     @property
     def can_fit(self) -> bool:
-        """Whether the plan fits into memory at the last recomputation levels.
+        """Whether the plan fits into memory at the highest recomputation levels.
 
         No dry run is made if `estimate_fits`. If the largest stage does not fit, only this stage
         has a dry run.
@@ -135,18 +135,18 @@ class RecomputeSearch:
 
     @property
     def is_measured(self) -> bool:
-        """Whether all stages were measured at their last recomputation levels."""
+        """Whether all stages were measured at their highest recomputation levels."""
         return self._fully_recomputed is not None
 
     @property
     def measured_ratio(self) -> float:
-        """Ratio of measured to estimated peak memory of the largest stage at its last recomputation
-        level."""
+        """Ratio of measured to estimated peak memory of the largest stage at its highest
+        recomputation level."""
         return self.largest_stage.peak / max(self._estimates)
 
     @property
     def peak_outside_passes(self) -> int:
-        """Largest measured peak outside of forward and backward passes at the last recomputation
+        """Largest measured peak outside of forward and backward passes at the highest recomputation
         levels, in bytes.
 
         0 if the peaks of all measured stages are inside of passes. A peak outside, for example in
