@@ -179,9 +179,9 @@ def assigned(parameter: Tensor, value: Tensor) -> Tensor:
     "shardwright::with_gradient_of", mutates_args=(), tags=(torch.Tag.pointwise,)
 )
 def with_gradient_of(source: Tensor, value: Tensor) -> Tensor:
-    """Return a copy of `value`, whose gradient flows to `source` unchanged.
+    """Return a copy of `value` whose gradient is passed to `source` unchanged.
 
-    An operator that a trace records, unlike `assigned`. Both tensors have the same shape and dtype.
+    Traces record it as one operator. Both tensors have the same shape and dtype.
     """
     return value.clone(memory_format=torch.contiguous_format)
 

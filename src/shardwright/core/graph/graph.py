@@ -42,9 +42,10 @@ class Value:
         shape: global shape; in a pipeline with micro-batches, the shape of one micro-batch.
         dtype: the dtype in which the model computes with the tensor.
         origin: where the tensor comes from.
-        requires_grad: whether the graph's `trained` outputs have a gradient with respect to the
-            tensor, which search and prediction count.
-        requires_other_grad: whether other outputs may have a gradient with respect to the tensor.
+        requires_grad: whether the backward pass from `Graph.trained` computes a gradient of the
+            tensor. Search and cost model count only these gradients.
+        requires_other_grad: whether the user may call `backward` on another output that has a
+            gradient with respect to the tensor.
         outer_dtype: dtype in which a parameter is stored or an input is passed; None if it is
             `dtype`.
     """
@@ -156,8 +157,7 @@ class Op:
 
     @property
     def takes_device(self) -> bool:
-        """Whether the operator creates a tensor from no tensor inputs, and has a `device`
-        argument."""
+        """Whether the operator has a `device` argument and no tensor inputs, as `aten.zeros`."""
         # With a tensor input the result is on the device of that tensor.
         if self.inputs or not isinstance(self.target, OpOverload):
             return False
@@ -188,7 +188,7 @@ class Op:
 
 
 FIRST: Literal["first"] = "first"
-"""Says that only the first micro-batch reads an output of the prologue, and others read zeros."""
+"""Only the first micro-batch reads an output of the prologue; the others read zeros."""
 
 PassedDim = int | Literal["first"] | None
 """How micro-batches read an output of the prologue, as in `WholeBatch.values`."""
@@ -198,25 +198,26 @@ SampleReduction = Literal["mean", "sum"]
 
 @dataclass(frozen=True)
 class WholeBatch:
-    """Relation between the graph of a micro-batch and the loss of the global batch.
+    """How a step computes the loss of the global batch from the graph of a micro-batch.
 
     Args:
         reduction: whether the loss of the batch is the mean or the sum of the micro-batches'
             losses.
         prologue: a graph of the global batch whose outputs depend on no parameter, such as the
             number of valid targets; run once per step, before the first micro-batch.
-        values: (name of the buffer that passes the output to micro-batches, dimension that is split
-            into micro-batches, None for the full tensor, or `FIRST`) for each output of the
-            prologue.
+        values: for each output of the prologue, the name of the buffer in which micro-batches read
+            it, and the dimension that is split into micro-batches: None if each micro-batch reads
+            the full tensor, `FIRST` if only the first one does.
         outputs: (name, reduction) of each output that is a mean or sum over samples, and (name,
             batch dimension) of each output with a batch dimension. Other outputs are equal in all
             micro-batches.
         mixed: names of outputs that mix samples, so that outputs of micro-batches do not determine
             those of the global batch.
-        updates: (name, reduction) of each buffer that is updated once per batch: its new value is
-            the mean or sum of those that micro-batches compute from the old value; None if these
-            are equal. Each micro-batch updates the other buffers.
-        rewritten: whether operators differ from those of the captured micro-batch.
+        updates: (name, reduction) of each buffer that is updated once per step: every micro-batch
+            computes a new value from the old value, and the step stores their mean or sum; None if
+            they are equal. Other buffers are updated by every micro-batch.
+        rewritten: whether the operators of the captured micro-batch were changed, so that the graph
+            computes a term of the loss of the global batch.
     """
 
     reduction: SampleReduction = "mean"
@@ -232,7 +233,8 @@ class WholeBatch:
         return frozenset(name for name, _ in self.values)
 
     def updates_once(self, buffer: Value) -> bool:
-        """Whether all micro-batches read the value of a buffer from before the step."""
+        """Whether a buffer is updated once per step, so that all its micro-batches read the old
+        value."""
         return any(name == buffer.name for name, _ in self.updates)
 
 
@@ -268,8 +270,8 @@ class Graph:
             None for no cast.
         attributes: (module path, name, `repr`) of each plain attribute that `forward` reads; the
             `repr` is `""` unless the attribute consists of numbers and strings.
-        filled: fingerprint of each value that the call stores in a missing or None attribute or in
-            a new cache entry, by its location.
+        filled: fingerprint of each value that the call stores in an attribute that was missing or
+            None, or in a new cache entry, by description of the attribute or entry.
         autocast_on: the device type of the captured autocast regions; None without regions.
         whole_batch: for the graph of a micro-batch, its relation to the loss of the global batch. A
             string is the reason why micro-batches cannot compute that loss; None if the graph has
@@ -346,10 +348,8 @@ class Graph:
 
     @property
     def is_term_of_batch(self) -> bool:
-        """Whether the graph computes a term of the loss of the global batch.
-
-        Such a term differs from the loss of a call with only the micro-batch.
-        """
+        """Whether the graph computes a micro-batch's term of the loss of the global batch, rather
+        than the loss of a call with only the micro-batch."""
         return isinstance(self.whole_batch, WholeBatch) and self.whole_batch.rewritten
 
     @property

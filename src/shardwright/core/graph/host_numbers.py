@@ -14,8 +14,8 @@ from torch import Tensor, fx
 class HostNumbers:
     """Operations of a graph on Python numbers, which run in Python on every rank.
 
-    A number that only Python code reads may come from a tensor, as in `losses.append(loss.item())`.
-    It is computed from an output of the program.
+    Numbers are inputs of the graph, or come from an `item` call whose result only Python code
+    reads, as in `losses.append(loss.item())`. The tensor of such a call becomes a graph output.
 
     Args:
         inputs: index of each graph input that is a number, by node.
@@ -86,7 +86,8 @@ class HostNumbers:
         _run_number_operations(self.later, values)
 
     def examples_of_tensors(self) -> dict[fx.Node, Any]:
-        """Return an example of each number that comes from a tensor, by node: 1 in its type."""
+        """Return a placeholder for each number that comes from a tensor, by node: 1 as a number of
+        the same type."""
         return {node: _make_example_number(node) for node in (*self.items, *self.later)}
 
 
@@ -137,7 +138,7 @@ def _find_item_calls(
 def _find_nodes_read_by_tensor_operators(
     graph: fx.Graph, on_host: Collection[fx.Node]
 ) -> set[fx.Node]:
-    """Return the nodes that an operation not in `on_host` reads, directly or through others."""
+    """Return the nodes on which an operation outside of `on_host` depends."""
     read_outside: set[fx.Node] = set()
     # Users come after the node, so that one pass from the end suffices.
     for node in reversed(graph.nodes):

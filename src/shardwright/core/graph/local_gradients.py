@@ -1,7 +1,7 @@
-"""Autograd functions around the code of a `local_map`.
+"""Autograd functions around the user's function in a `local_map`.
 
-The functions replace code that cannot run on meta or fake tensors, run code separately on each
-simulated rank, and return zero gradients for inputs that the code did not read.
+They replace functions that cannot run on meta or fake tensors, run a function once per simulated
+rank, and return zero gradients for inputs that the function did not read.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def empty_results(
 
     Args:
         results: shape and dtype of each result.
-        tensors: the inputs, which get gradients from the results.
+        tensors: the inputs; autograd connects the results to them.
         saved_bytes: bytes that the code saves for the backward pass; None to save the inputs and
             results.
     """
@@ -83,9 +83,9 @@ def connect_unused_inputs(
 ) -> tuple[Tensor, ...]:
     """Return the results, connected in the autograd graph to every input that requires a gradient.
 
-    An input that the user's function has not used gets a gradient of zeros, not None: a function
-    with data-dependent branches may use a parameter on some ranks only, but all ranks reduce its
-    gradient together.
+    An input that the user's function has not used gets a gradient of zeros instead of None. With
+    data-dependent branches, a parameter may be used on some ranks only; without a gradient, the
+    other ranks would not join the collective that reduces it, and the step would hang.
 
     Args:
         results: the results of the user's function.

@@ -1,11 +1,10 @@
-"""`LocalCall`: the operator of a `local_map`, code of a model that is not traced.
+"""`LocalCall`: a `local_map` as an opaque operator of a graph.
 
-The Python code, kernels and data-dependent shapes of a `local_map` are opaque. In a graph it is one
-operator whose inputs are the tensors of the call, then the parameters and buffers of the module,
-its *state*. On each rank it runs the original code eagerly on local shards, and autograd records
-its operators. Planning uses only its `Declaration`. Parameters and buffers are inputs without
-sharded names, so they may be stored sharded and are gathered before the call, and their gradients
-are summed over the ranks.
+A `local_map` marks a function or module that is not traced, for example because it has its own
+kernels or data-dependent shapes. Its inputs are the tensors of the call, then the *state*: the
+parameters and buffers of the module. Each rank runs the original code eagerly on local shards, and
+autograd records its operators. Plans depend only on its `Declaration`. State may be stored sharded:
+it is gathered before the call, and gradients of parameters are summed over the ranks.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ log = logging.getLogger("shardwright.cost")
 
 
 ForkGenerators = Callable[[], AbstractContextManager[Callable[[int], object]]]
-"""Factory of contexts that restore the random generators on exit; each yields a function that seeds
-the generators."""
+"""Function that returns a context in which random generators may be seeded: the context yields a
+function that sets their seed, and restores their states on exit."""
 
 
 class Body(Protocol):
@@ -80,7 +79,7 @@ class FunctionBody:
 def function_text(function: Callable[..., Any]) -> str:
     """Return the qualified name of a function, with the arguments bound by `functools.partial`.
 
-    The text is equal on all ranks.
+    The text contains no addresses, so that ranks can compare it.
     """
     if isinstance(function, functools.partial):
         bound = [*map(_format_argument, function.args)]
@@ -106,8 +105,8 @@ class _LocalMapModule:
     Args:
         module: the module.
         slots: the attributes that contain the module's parameters and buffers.
-        caching: configurations of `transformers` models in the module with `use_cache=True`, which
-            return a cache of keys and values that a captured model does not return.
+        caching: configurations of `transformers` models with `use_cache=True`. It is set to False
+            during calls, since captured models return no cache of keys and values.
     """
 
     module: nn.Module
@@ -204,7 +203,7 @@ def _format_container(result: Any) -> str:
 
 
 def _differs_from_earlier_copy(tensor: Tensor, copied: Tensor) -> bool:
-    """Whether a tensor differs from an earlier copy; False for a meta or fake tensor."""
+    """Whether a tensor has other values than `copied`; False for a meta or fake tensor."""
     if tensor.is_meta or isinstance(tensor, FakeTensor):
         return False
     # Without `nan_to_num`, a NaN would differ from itself.

@@ -1,5 +1,5 @@
-"""Python code around a captured graph: state that a call reads, changes and returns besides
-tensors."""
+"""Python code that runs around a captured graph: it reads and changes the user's objects, and
+rebuilds the result of `forward` from the outputs of the graph."""
 
 from __future__ import annotations
 
@@ -42,13 +42,14 @@ class PythonCall:
     Args:
         capture: Dynamo's bytecode, which replays side effects and rebuilds the result.
         guards: guards on the Python state that the call has read.
-        state: index of the input of Dynamo's graph that a constant replaces, by name of the
-            constant. The input is a tensor in a plain attribute, a container or a global variable.
+        state: tensors in plain attributes, containers and global variables are inputs of Dynamo's
+            graph, but constants of `Graph`: maps the name of the constant to the index of the
+            input.
         numbers: operations on Python numbers that change between calls.
-        number_constants: node of the Python number that a constant replaces, by name of the
-            constant.
-        outputs: for each output of Dynamo's graph, the index in the outputs of the graph; the name
-            of a buffer if the output is only assigned to it; None for a number.
+        number_constants: Python numbers are nodes of Dynamo's graph, but constants of `Graph`: maps
+            the name of the constant to the node.
+        outputs: for each output of Dynamo's graph, its index in `Graph.outputs`; the name of a
+            buffer if the output is only assigned to it; None for a number.
         changes_objects: whether the call changes Python objects besides the model's buffers.
         stored: indices of the outputs of the graph that the call stores in Python objects, or reads
             as numbers.

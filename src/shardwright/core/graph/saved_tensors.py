@@ -44,7 +44,7 @@ def saved_tensors(op: Op) -> SavedTensors:
     arguments are run once.
 
     Raises:
-        CaptureError: if `op` rejects its arguments, which a trace may not notice.
+        CaptureError: if `op` rejects its arguments. A trace may succeed nevertheless.
     """
     if op not in _CACHED_RESULTS:
         # Without a differentiable input autograd records nothing.
@@ -161,9 +161,9 @@ aten = torch.ops.aten
 def needed_in_backward(graph: Graph) -> frozenset[InputUse]:
     """Return the operator inputs for which autograd saves a parameter or buffer.
 
-    A linear layer saves its weight; an embedding saves no table, an addition no bias. If a view of
-    a parameter is saved, the input of the first view is returned instead. An opaque `local_map` may
-    save all inputs.
+    For example, a linear layer saves its weight, but an embedding does not save its table. If a
+    view of a parameter is saved, the input of the first view is returned instead. A `local_map` is
+    assumed to save all inputs.
     """
     needed: set[InputUse] = set()
     views: dict[Value, InputUse] = {}
@@ -196,11 +196,8 @@ def saved_before_update(graph: Graph) -> frozenset[Value]:
 
 
 def returned_before_update(graph: Graph) -> frozenset[Value]:
-    """Return the buffers that `forward` updates and whose old values are needed after the update.
-
-    Examples: `forward` returns the old value or a view of the old value, or assigns it to another
-    buffer.
-    """
+    """Return the buffers that `forward` updates, and whose old value (or a view of it) it also
+    returns or assigns to another buffer."""
     updated = frozenset(before for before, _ in graph.updates).intersection(graph.buffers)
     if not updated:
         return updated

@@ -4,8 +4,8 @@ Numbers, strings and None are written directly; everything else is a list that s
 `["tuple", 1, 2]`, `["dtype", "float32"]`, `["operator", "aten.mean.dim"]`. A `Value` is written in
 full at its first occurrence, and as an index at later occurrences.
 
-A header line with the format version and a SHA-256 digest precedes the JSON, so that a damaged file
-is an error and not another model.
+A header line with the format version and a SHA-256 digest precedes the JSON, so that loading a
+damaged file raises an error.
 """
 
 from __future__ import annotations

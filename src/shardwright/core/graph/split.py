@@ -144,8 +144,8 @@ def _group_ops_by_chunk(
 
 
 def updates_between_micro_batches(graph: Graph) -> list[tuple[Value, Value]]:
-    """Return the updates of buffers that a micro-batch may read after another one; of other
-    buffers, all micro-batches of a step read the value from before the step."""
+    """Return (buffer, new value) for each buffer that every micro-batch updates; the others are
+    updated once per step."""
     whole_batch = graph.whole_batch
     if not isinstance(whole_batch, WholeBatch):
         return list(graph.updates)
@@ -153,7 +153,9 @@ def updates_between_micro_batches(graph: Graph) -> list[tuple[Value, Value]]:
 
 
 def _check_buffer_updates(graph: Graph, chunk_of: Mapping[str, int]) -> None:
-    """Check that no buffer that each micro-batch updates is read in another chunk.
+    """Check that buffers updated by every micro-batch are read and updated in the same chunk.
+
+    In separate chunks, several micro-batches would read the buffer before the first one updates it.
 
     Raises:
         PlanError: if a buffer is read in one chunk and updated in another.
