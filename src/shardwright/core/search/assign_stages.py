@@ -76,8 +76,8 @@ def balanced_chunks(
 def _valid_chunk_boundaries(graph: Graph) -> list[int]:
     """Return the positions where a chunk may end; position `i` is in front of operator `i`.
 
-    No chunk ends between the operators that read a buffer and the operator that updates it in each
-    micro-batch: others run between two chunks, and would read the buffer before the update.
+    If every micro-batch updates a buffer, no chunk ends between the operators that read the buffer
+    and the operator that updates it: otherwise the next micro-batch could read the old value.
     """
     op_index = {op.name: index for index, op in enumerate(graph.ops)}
     joined: set[int] = set()
@@ -210,10 +210,10 @@ def _cheapest_chunk_ends(
 def _cheapest_chunk_starts(
     total: Sequence[float], least_bytes: Sequence[float], chunks: int, limit: float
 ) -> list[int]:
-    """Return for each chunk end the valid start with the least `least_bytes`; ties go to the first.
+    """Return for each end of a chunk the valid start with the fewest `least_bytes`.
 
-    The minimum over a sliding window: a later chunk end has later valid starts. A queue holds the
-    starts that may still become the cheapest, in order of cost.
+    Ties go to the first. Valid starts form a window that moves forward with the end; a queue has
+    the starts in the window that may still become the cheapest.
 
     Args:
         total: work before each position.

@@ -20,9 +20,9 @@ from shardwright.errors import StrategyError
 def data_parallel(graph: Graph, mesh: DeviceMatrix) -> CutsOfGraph:
     """Return the cuts of data parallelism: all axes shard the batch.
 
-    If sharding the batch dims that `sample_dims` finds leaves operators replicated, other input
-    dims are sharded if that shards more elements. An example is a batch in dim 1 with as many time
-    steps in dim 0 as samples.
+    The batch dims are those that `sample_dims` finds. If operators stay replicated, for example
+    because dim 0 is the time and has as many steps as the batch in dim 1 has samples, the input
+    dims whose sharding shards the most elements are used instead.
 
     Raises:
         StrategyError: if the model has no tensor input, or its batch size is not a multiple of the

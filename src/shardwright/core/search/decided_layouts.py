@@ -52,11 +52,11 @@ class TensorContext:
     def redistribution_bytes(
         self, source: TensorLayout, target: TensorLayout, other_targets: Sequence[TensorLayout]
     ) -> int:
-        """Return the communication volume per device of a redistribution from `source` to `target`.
+        """Return the bytes that a device sends to redistribute the tensor, without reductions.
 
-        Bytes are the sum of forward and backward. Reductions of partial sums and their gradients
-        do not count, as they follow from the cuts of a single operator. Steps that redistributions
-        to `other_targets` share do not count either.
+        Forward plus backward. Reductions of partial sums and of their gradients do not count, since
+        they follow from the cuts of a single operator. Steps that redistributions to
+        `other_targets` share do not count either.
         """
         return self.communication_volume(
             without_partial(source),
@@ -67,10 +67,9 @@ class TensorContext:
     def communication_volume(
         self, source: TensorLayout, target: TensorLayout, other_targets: Sequence[TensorLayout]
     ) -> int:
-        """Return the communication volume per device of a redistribution from `source` to `target`.
+        """Return the bytes that a device sends to redistribute the tensor, reductions included.
 
-        Bytes are the sum of forward and backward, without steps that redistributions to
-        `other_targets` share.
+        Forward plus backward, without steps that redistributions to `other_targets` share.
         """
         return sum(size for _, size in self.steps(source, target, other_targets))
 

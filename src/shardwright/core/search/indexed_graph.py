@@ -27,7 +27,7 @@ The value is -1 so that `input_dims[NO_CUT]` and `output_dims[NO_CUT]` are the l
 
 @dataclass(frozen=True, slots=True)
 class CostedTensor:
-    """Size of an operator's tensor, as it counts in the symbolic cost.
+    """Size of an operator's tensor in the symbolic cost.
 
     Args:
         size: number of elements of the full tensor.

@@ -1,8 +1,8 @@
 """Replace gathered keys and values by ring attention, which needs less memory.
 
-In attention that is cut along the sequence, gathering keys and values is mostly predicted to be
-faster, since the communication volume of ring attention is larger. But in ring attention a device
-stores only a few shards of keys and values at a time.
+For attention that is sharded along the sequence, searches usually all-gather keys and values, since
+ring attention sends more bytes. But a device in ring attention stores only a few shards of keys and
+values at a time.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from shardwright.core.rules.rule import Cuts, ShardingRule
 from shardwright.core.search.indexed_graph import index_graph
 
 MIN_MEMORY_SHARE = 1 / 256
-"""Minimum bytes of gathered keys and values for an operator to use ring attention, as a fraction of
-the memory limit of a device."""
+"""Operators whose gathered keys and values need less than this fraction of the memory limit do not
+use ring attention."""
 
 
 def ring_cuts(

@@ -27,7 +27,8 @@ from shardwright.core.layout.axes import Axes
 # Single precision halves the memory of tables, which have millions of entries.
 LayoutTable = npt.NDArray[np.float32]
 ROUNDING = 1e-6
-"""Maximum fraction of a tensor that counts as a rounding error of single precision."""
+"""Fractions of a tensor up to this limit are rounding errors of single precision, and count as
+zero."""
 
 Counts = npt.NDArray[np.int64]
 """Integer array of shape (..., factor or dim, axis group): the number of mesh axes of each

@@ -125,7 +125,7 @@ class AxisTables:
         """Return the choices of all variables on this axis that minimize the total cost.
 
         If the elimination would need a table above the size limit, it is retried with
-        `FIXED_PER_RETRY` more operators fixed to their present choice, beginning with the operators
+        `FIXED_PER_RETRY` more operators fixed to their current choice, beginning with the operators
         with the most neighbors.
 
         Args:

@@ -27,8 +27,8 @@ MAX_NEW_EDGE_COSTS = 250
 of the time is spent on searching for the redistribution steps of these combinations."""
 
 MIN_COMMUNICATION_SHARE = 1e-4
-"""Minimum share of the objective that redistributing an operator's inputs and outputs must take for
-the operator to be visited."""
+"""Operators are skipped if redistributing their inputs and outputs takes at most this fraction of
+the objective."""
 
 
 def local_search(

@@ -19,7 +19,8 @@ Placement = tuple[Axes, ...]
 """For each dim of a tensor the indices of the axes that shard it."""
 
 ROUNDING = 1e-9
-"""Maximum fraction of a tensor that counts as a rounding error of double precision."""
+"""Fractions of a tensor up to this limit are rounding errors of double precision, and count as
+zero."""
 
 
 class RedistributionBound:

@@ -8,7 +8,7 @@ variable elimination finds the best combination.
 
 The tables of the elimination start with lower bounds on the seconds of redistributions. The exact
 costs of the best combination are computed and replace its bounds, until no combination has a lower
-bound below the present total.
+bound below the current total.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ MIN_GAIN = 5e-4
 """Minimum relative decrease of the objective for a swap of axes to be applied."""
 
 MIN_COMMUNICATION_SHARE = 0.01
-"""Minimum share of the objective that redistributions must take for axes to be swapped."""
+"""No axes are swapped if redistributions take less than this fraction of the objective."""
 
 MAX_OPS_PER_TABLE = 4
-"""Maximum number n of operators that compute or read a value, and whose cuts a swap changes, for
-the value to get a table of 2ⁿ entries. Values without a table cost nothing until the exact cost of
-a combination is computed."""
+"""Maximum number of operators at one value (its producer and consumers) whose cuts a swap changes.
+A value with n of them has a table of 2ⁿ lower bounds; a value with more has none, and costs 0 until
+the exact cost of a combination is computed."""
 
 MAX_EVALUATED_COMBINATIONS = 6
-"""Maximum number of combinations of present and swapped cuts to evaluate exactly for one pair of
+"""Maximum number of combinations of current and swapped cuts to evaluate exactly for one pair of
 axes."""
 
 
@@ -117,11 +117,11 @@ def _cuts_with_axes_swapped(
 
 
 class _AxisSwap:
-    """Binary choice for each operator: its present cuts (0), or its cuts with two mesh axes swapped
+    """Binary choice for each operator: its current cuts (0), or its cuts with two mesh axes swapped
     (1).
 
     Args:
-        cuts: present cuts of each variable.
+        cuts: current cuts of each variable.
         swapped_cuts: cuts of each variable after the swap.
         total_cost: cost of the full model with `cuts`.
         weights: linear approximation of the function to minimize.
@@ -214,8 +214,8 @@ class _AxisSwap:
             self._cuts[variable] = self.cuts_of_choice[choice][variable]
 
     def _compute_combination_cost(self, total: Total, bound: float) -> ObjectiveCost | None:
-        """Return the cost of the current combination of present and swapped cuts; None if its
-        objective is not below `bound` seconds."""
+        """Return the cost of the selected combination of current and swapped cuts; None if its
+        objective is at least `bound` seconds."""
         cost = self._unchanged_cost
         for op in self.changed_variables:
             cost = self._add_operator_cost(cost, op, 1)

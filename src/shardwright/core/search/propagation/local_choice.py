@@ -77,11 +77,11 @@ class LocalProblem:
     def cuts_given_neighbors(self, cuts: dict[str, Axes], forward: bool) -> dict[str, Axes]:
         """Return cuts with at most the redistribution volume of `cuts`, given all neighbors.
 
-        Ties go to cuts that match the inputs (or the outputs, if not `forward`). So redistributions
-        move along tensors of equal size, to where they may become cheaper.
+        Ties go to cuts that match the inputs (or the outputs, if not `forward`), so that a sweep
+        over operators moves a redistribution along tensors of equal size until it becomes cheaper.
 
         Args:
-            cuts: present cuts of the operator.
+            cuts: current cuts of the operator.
             forward: whether redistributions are moved towards the outputs of the graph.
         """
         current_cost = self.cost(cuts)

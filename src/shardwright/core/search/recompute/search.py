@@ -63,7 +63,7 @@ class RecomputeSearch:
         other_bytes: bytes per device of each stage without activations.
         max_ratio: largest expected ratio of measured to estimated peak memory. If the estimate at
             the last levels times this ratio is within the limit, the dry run at these levels is
-            skipped. None to never skip it.
+            skipped; None to always run it.
 
     Attributes:
         estimate_fits: whether the estimated peak at the last levels, times `max_ratio`, is within
