@@ -122,8 +122,7 @@ class Communication:
 
     @cached_property
     def recomputed_ops(self) -> frozenset[str]:
-        """Names of the operators that the backward pass from the graph's `trained` outputs
-        recomputes."""
+        """Names of the operators that the backward pass from `Graph.trained` recomputes."""
         return frozenset(name for name, segment in self.segment_of.items() if segment.trained)
 
     @cached_property
@@ -296,8 +295,8 @@ def _add_transfers(
         result: communication of the program, to which new transfers are added.
         shared: existing transfers, by (value, steps from its initial layout); extended in place.
         differentiable: whether a gradient may flow back from this consumer.
-        trained: whether a gradient flows back when the graph's `trained` outputs are
-            differentiated.
+        trained: whether the backward pass from `Graph.trained` sends a gradient back from this
+            consumer.
     """
     # A gradient needs both ends: a consumer that sends it and a value that takes it.
     differentiable = differentiable and value.differentiable

@@ -20,8 +20,8 @@ from shardwright.core.rules import rule_of
 def local_outputs(graph: Graph, arrivals: Mapping[str, CutAxes]) -> dict[str, CutAxes]:
     """Return the mesh axes that shard each dimension of each local output, by output name.
 
-    Several dimensions with the factor of one sharded dimension, as in a matrix of all pairs of
-    samples, make an output global.
+    An output with two dimensions that the same axes would shard is not local, such as a matrix over
+    all pairs of samples.
 
     Args:
         graph: the graph of the model.

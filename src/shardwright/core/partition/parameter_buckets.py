@@ -69,7 +69,8 @@ class Bucket:
         segment: name of the recomputed segment with all operators that read the parameters, with
             `level3`; None if no segment contains them all.
         regathers: whether the parameters are gathered again in the backward pass.
-        trained: whether gradients of the graph's `trained` outputs flow into the parameters.
+        trained: whether the backward pass from `Graph.trained` computes gradients of the
+            parameters.
     """
 
     number: int
@@ -224,7 +225,8 @@ class _BucketedParameterUse:
         segment: name of the recomputed segment with all operators that read this layout; None if no
             segment contains them all.
         is_read_in_backward: whether the backward pass reads the gathered parameter (`level3` only).
-        trained: whether gradients of the graph's `trained` outputs flow into the parameter.
+        trained: whether the backward pass from `Graph.trained` computes a gradient of the
+            parameter.
     """
 
     value: Value

@@ -57,8 +57,8 @@ class PipelineSpec:
 
     @property
     def sums_micro_batches(self) -> bool:
-        """Whether the loss of a step is the sum of the losses of several micro-batches, each a call
-        of its own."""
+        """Whether the loss of a step is the sum of the losses of several micro-batches, as if the
+        model were called once per micro-batch."""
         return self.micro_batches > 1 and not self.averages_micro_batches
 
     @property

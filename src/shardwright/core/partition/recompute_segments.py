@@ -30,7 +30,7 @@ class Segment:
         ops: names of the operators, in order.
         repeated_ops: names of the operators whose kernels run again.
         communication: whether redistributions inside the segment are repeated.
-        trained: whether gradients of the graph's `trained` outputs flow through the segment.
+        trained: whether the backward pass from `Graph.trained` runs through the segment.
     """
 
     name: str
@@ -156,7 +156,7 @@ class _OpenSegment:
         self.results.update(op.outputs)
 
     def skip(self, op: Op, transfers: OperatorTransfers) -> None:
-        """Record that `op` is not in the segment, and runs before or after it."""
+        """Leave `op` out of the segment; it runs before or after the segment."""
         names = {segment_op.name for segment_op in self.ops}
         self.skipped_ops.add(op.name)
         # All consumers of a transfer that is emitted inside the segment depend on the segment.

@@ -24,8 +24,8 @@ class ScheduleSpec:
         min_chunks, max_chunks: minimum and maximum number of chunks per stage; None for no maximum.
         min_rounds: minimum number of micro-batches per stage that a plan must have.
         v_shaped: whether two stages run chunks in the order 0 1 1 0 instead of 0 1 0 1.
-        equal_rounds: whether micro-batches run in rounds of about one per stage, so that the rounds
-            must be of equal size.
+        equal_rounds: whether the micro-batches must divide into `micro_batches // stages` rounds of
+            equal size, as PyTorch's interleaved schedules require.
         splits_backward: whether the backward pass runs in two passes: gradients of inputs, then of
             parameters.
         fallback: name of the schedule that runs a call with fewer micro-batches than

@@ -18,11 +18,11 @@ class Transfer:
     Args:
         previous: transfer whose result the step redistributes; None if the step redistributes the
             output of the producer.
-        trained: whether a gradient flows through the transfer when the graph's `trained` outputs
-            are differentiated.
+        trained: whether the backward pass from `Graph.trained` redistributes a gradient in the
+            opposite direction.
         segment: name of the recomputed segment that repeats the transfer in the backward pass; None
             if no segment does.
-        is_repeated: whether the transfer is repeated when the `trained` outputs are differentiated.
+        is_repeated: whether the backward pass from `Graph.trained` repeats the transfer.
     """
 
     value: Value
