@@ -32,10 +32,10 @@ class BoundProgram:
         draws_random_numbers: whether an operator draws random numbers, as dropout does.
         devices: this rank's view of the program's device matrix, whose axes may differ from the
             plan's.
-        off_path: check that rejects requests for gradients of outputs that would be incomplete, as
-            the backward pass from other outputs does not reach them.
-        local_outputs: number of local batches, by name of each output that is returned for this
-            rank's local batch only.
+        off_path: rejects gradients with respect to an output, such as `torch.autograd.grad(loss,
+            hidden)`, that would miss the contribution of other outputs.
+        local_outputs: number of local batches, by name of each output that this rank returns only
+            for its local batch.
     """
 
     graph: Graph
@@ -64,8 +64,8 @@ class BoundProgram:
         Args:
             outputs: local results of the program.
             model: name of the model for errors.
-            watch: function that registers a check that the gradients of a global output are equal
-                on all ranks; None without other ranks.
+            watch: function that registers a check that all ranks pass equal gradients for a global
+                output; None on a single rank.
         """
         flow = self.program.communication
         result = []

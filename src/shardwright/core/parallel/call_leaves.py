@@ -35,7 +35,8 @@ class CallLeaves:
     def on_device(self, leaves: Sequence[Any], planned_indices: Sequence[int | None]) -> list[Any]:
         """Move the leaves of a call to this rank's device.
 
-        The backward pass multiplies the gradient of a local batch by the number of local batches.
+        Ranks average their losses. The gradient of a local batch is multiplied by the number of
+        local batches, so that it is the gradient of this rank's own loss.
 
         Args:
             leaves: the leaves as passed to this rank.

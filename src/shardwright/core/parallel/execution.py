@@ -52,7 +52,7 @@ class StepCall(NamedTuple):
         bound: the step.
         leaves: leaves of the call's arguments, on this rank's device.
         dims: batch dimension of each leaf; empty if all of them are 0.
-        call: the arguments, as Python code sees them.
+        call: the arguments as the user passed them, for captured Python code.
     """
 
     bound: BoundStep
@@ -72,8 +72,8 @@ class Execution(ModelCalls):
 
         Raises:
             PlanError: if gradients are disabled, the model returns no loss or several, an argument
-                does not match the plan, the batch cannot be split as planned, or the model itself
-                has a forward hook that no program contains.
+                does not match the plan, the batch cannot be split as planned, or the root module
+                has a forward hook outside of the program, which a step would not call.
         """
         # Programs would compute a loss without gradients, and the optimizer would change nothing.
         if not torch.is_grad_enabled():

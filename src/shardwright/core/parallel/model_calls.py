@@ -87,9 +87,9 @@ class ModelCalls(Recapture):
         if depends_on_calls and partitioned.pipeline.sums_micro_batches:
             raise PlanError(ONCE_PER_BATCH)
         self.captured_hooks = nn.Module()
-        """Owner of the root module's forward hooks, and of a `forward` set on its instance, both of
-        which programs contain. A model captured by TorchDynamo keeps its hooks, which run around
-        the program."""
+        """Module that stores what programs contain, so that it does not run twice: forward hooks of
+        the root module, and a `forward` set on its instance. If TorchDynamo captured the model,
+        hooks stay on the root module and run around the program."""
         # Rank 0's seed on all ranks, so that ranks with equal shards draw equal random numbers.
         self.random_seed = devices.common_seed()
         self.random_step = 0

@@ -323,9 +323,9 @@ def _wrap_initializer(initialize: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _wrap_decoder_errors(name: str, decode: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `decode`, a method that calls the model with caches, so that its errors name a remedy.
+    """Wrap `decode`, a method such as `generate`, so that its errors suggest `sw.whole`.
 
-    Methods that call the model as planned, without caches, need no remedy.
+    The method may call the model with caches, which plans do not support.
     """
 
     @functools.wraps(decode)

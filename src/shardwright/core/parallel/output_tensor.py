@@ -43,8 +43,8 @@ def as_output_tensor(
 
     Args:
         tensor: an output of the model, or a tensor computed from one.
-        watch: function that registers a check that the gradients of the gathered tensor are equal
-            on all ranks; None without other ranks.
+        watch: function that registers a check that all ranks pass equal gradients for the gathered
+            tensor; None on a single rank.
     """
     # In place: a view would be another autograd node, which `retain_grad`, hooks and
     # `torch.autograd.grad` distinguish from the output.

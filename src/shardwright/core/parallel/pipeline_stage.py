@@ -1,8 +1,9 @@
 """Run the chunks of this rank's stage with the schedules of `torch.distributed.pipelining`.
 
-A schedule decides when a chunk runs which micro-batch, and sends activations and gradients between
-stages. Sender and receiver have the same rank within their stages, and a value crosses in the
-layout in which its chunk returns it, so both know its local shape and no metadata is exchanged.
+A schedule runs chunks on micro-batches in some order, and sends activations and gradients between
+stages. Sender and receiver have the same rank within their stages, and a value is sent in the
+layout in which its chunk returns it. Local shapes follow from the plan, so no metadata is
+exchanged.
 
 A schedule passes a chunk only the index of the micro-batch. The chunk reads the model's inputs from
 the batch, which every stage has, so that inputs need not be sent from stage to stage.
@@ -269,8 +270,8 @@ class RankStages:
         return loss * self._loss_weight
 
     def _end_updates(self, step: StepContext, inputs: StepInputs) -> dict[str, Tensor]:
-        """Return the new values of the buffers of this stage, also of those that another stage has
-        updated. Collective."""
+        """Return the new values of the buffers of this stage, including buffers that another stage
+        updates. Collective."""
         updated = step.buffers.end_step()
         for name, (source, stages) in sorted(self.partitioned.shared_updates.items()):
             if self.devices.stage not in stages:

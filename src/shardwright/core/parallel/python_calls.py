@@ -190,9 +190,10 @@ class PythonCalls:
 
 @contextmanager
 def _unchanged_buffers(module: nn.Module, names: Iterable[str]) -> Iterator[None]:
-    """Context after which buffers of `module` are the objects from before.
+    """Context that restores the buffers called `names` on exit.
 
-    A program writes to the buffers to which `forward` assigns its results.
+    Where `forward` assigns a new tensor to a buffer, the program writes the values into the old
+    tensor instead.
     """
     before: list[tuple[dict[str, Any], str, Any]] = []
     for path, _, name in (name.rpartition(".") for name in names):

@@ -101,8 +101,9 @@ class Recapture:
 
     @property
     def _attributes_set_by_forward(self) -> Collection[tuple[str, str, str]]:
-        """The entries of `Graph.attributes` that `forward` sets, if a later capture stores them."""
-        if self._divides_python:
+        """The entries of `Graph.attributes` that `forward` sets; empty if no later capture with
+        guards, which would set them in each call, is possible."""
+        if self._excludes_guards:
             return ()
         return [entry for entry in self.partitioned.graph.attributes if entry[2] == SET]
 
@@ -233,7 +234,7 @@ class Recapture:
 
     def _capture_with_guards(self, call: CapturedCall) -> Graph | None:
         """Capture the model with guards on all Python state that it reads; None if that fails."""
-        if self._divides_python or self._contains_root_hooks:
+        if self._excludes_guards or self._contains_root_hooks:
             return None
         dtype = self.partitioned.graph.compute_dtype
         # Guards would see the attributes that `explain_calls_of_parts` sets.
@@ -247,11 +248,12 @@ class Recapture:
         return graph
 
     @property
-    def _divides_python(self) -> bool:
-        """Whether no later capture with guards can run the model's Python code once per batch.
+    def _excludes_guards(self) -> bool:
+        """Whether later captures are made without guards.
 
-        Its operators may have other names than those that the plan assigns to stages, and summed
-        micro-batches are calls of their own.
+        With several stages, a capture with guards may give operators other names than those that
+        the plan assigns to stages. With summed losses, each micro-batch is a separate call, so that
+        Python code would run several times per batch.
         """
         pipeline = self.partitioned.pipeline
         return pipeline.stages > 1 or pipeline.sums_micro_batches
@@ -270,7 +272,7 @@ class Recapture:
                 itself.
             CaptureError: if the model cannot be captured with guards.
         """
-        if self._divides_python or self._contains_root_hooks:
+        if self._excludes_guards or self._contains_root_hooks:
             cause = "plan with stages=1 and loss_reduction='mean'"
             if self._contains_root_hooks:
                 cause = "move the hook of the model itself to a submodule"

@@ -2,9 +2,9 @@
 
 `parallelize` creates meta shards for such models. `to_empty` allocates the shards of each rank;
 from then on the model's own initialization is recorded on full tensors, as inside
-`no_init_parameters`, and replayed shard by shard. So the values equal those of one device, where an
-operator on shards would draw other random numbers or lose a write to one row. Uninitialized memory
-is filled with NaN, to distinguish it from initialized memory.
+`no_init_parameters`, and replayed shard by shard. The values therefore equal those of one device;
+initializing shards directly would draw other random numbers, and could lose a write to one row.
+Uninitialized memory is filled with NaN, to distinguish it from initialized memory.
 
 With pipeline stages the model has placeholders of the tensors of other stages until it is
 initialized, as the initialization writes to the tensors of all stages.

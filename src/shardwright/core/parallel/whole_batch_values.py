@@ -112,7 +112,7 @@ class GlobalBatchValues:
         Args:
             tensor: the value for the global batch.
             dim: batch dimension of `tensor`; None if all micro-batches read the full tensor,
-                `FIRST` if the first one does.
+                `FIRST` if only the first one reads it, and the others read zeros.
         """
         if dim == FIRST:
             return [tensor, *(torch.zeros_like(tensor),) * (self._num_micro_batches - 1)]
