@@ -45,9 +45,9 @@ def without_function_modes() -> Iterator[None]:
 
 
 def default_device() -> torch.device | None:
-    """Return the device that `torch.set_default_device` has set, None if there is none.
+    """Return the device that `torch.set_default_device` has set; None if none is set.
 
-    Unlike `torch.get_default_device`, not the device of an active `with torch.device`.
+    Unlike `torch.get_default_device`, ignores an active `with torch.device`.
     """
     context = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
     return None if context is None else context.device
@@ -72,7 +72,8 @@ def dispatch_modes() -> list[TorchDispatchMode]:
 
 @contextmanager
 def autograd_in_operators() -> Iterator[None]:
-    """Context manager in which autograd records inside the implementation of an operator."""
+    """Context manager in which autograd records the operators that an operator's implementation
+    calls."""
     # The dispatcher excludes the keys of autograd while an operator's implementation runs.
     key = torch._C.DispatchKey.AutogradFunctionality
     # Gradient mode too: a custom operator runs in the `forward` of an autograd function, where it

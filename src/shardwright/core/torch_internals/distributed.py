@@ -39,7 +39,8 @@ def before_data_parallel(module_class: Any, called: Callable[[Any], Iterable[str
 
     Args:
         module_class: the class of modules.
-        called: returns the names of parameters and buffers that are not to be reduced.
+        called: function of the module that returns the names of parameters and buffers that DDP
+            ignores.
     """
     # The attribute that is read first, before anything is communicated.
     module_class._ddp_params_and_buffers_to_ignore = property(called)

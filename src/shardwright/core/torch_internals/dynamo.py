@@ -318,8 +318,8 @@ class DynamoCapture:
 
         Args:
             numbers: Dynamo sources of Python numbers that are inputs of the graph.
-            unguarded: ids of tensors without guards, which the caller compares: at run time
-                parameters are DTensors, and arguments may be local shards.
+            unguarded: ids of tensors without guards, which callers compare instead. Guards would
+                fail, since parameters become DTensors and arguments may be local shards.
         """
         captured = self.output.graph_capture_output
         scope = self.scope(owner, args, kwargs)
@@ -359,7 +359,8 @@ class _InputsReachedError(Exception):
 def _is_needed_guard(entry: Any, unguarded: frozenset[int]) -> bool:
     """Whether to build the guard `entry`.
 
-    No guard is built for tensors with an `id()` in `unguarded`, nor for what the caller checks.
+    No guard is built for tensors with an `id()` in `unguarded`, nor of the types in
+    `_CHECKED_BY_CALLER`, since callers compare these themselves.
     """
     if isinstance(entry.value, Tensor) and id(entry.value) in unguarded:
         return False

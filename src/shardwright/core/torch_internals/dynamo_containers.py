@@ -1,8 +1,8 @@
 """Changes of containers that TorchDynamo would replay differently from Python.
 
-PyTorch 2.13 takes a bounded `deque` for an unbounded one, and ignores `OrderedDict.move_to_end` if
-no entry changes. It guards the length of each list, so that a list to which every call appends,
-such as a log of losses, would need another trace in every call.
+PyTorch 2.13 treats a bounded `deque` as unbounded, and ignores `OrderedDict.move_to_end` if no
+entry changes. It guards the length of each list, so that a list to which every call appends, such
+as a log of losses, would need another trace in every call.
 """
 
 from __future__ import annotations

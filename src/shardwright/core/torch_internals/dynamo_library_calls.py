@@ -1,6 +1,6 @@
-"""Calls of numpy, `print` and loggers that TorchDynamo traces otherwise than Python runs them.
+"""Calls of numpy, `print` and loggers, which TorchDynamo does not trace as Python runs them.
 
-The functions take the place of methods of Dynamo during a trace, and have their arguments.
+The functions replace methods of Dynamo during a trace, and take the arguments of these methods.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def trace_conversion_to_numpy(self: Any, tx: Any, *args: Any, **kwargs: Any) -> 
 def print_after_graph(function: Any, tx: Any, args: Any, kwargs: Any) -> Any:
     """Record a call of `print`, which the bytecode makes after the graph has run.
 
-    Dynamo itself forgets calls in functions that the traced function calls, and accepts few types
-    of arguments. Keyword arguments are lost, as in Dynamo.
+    Dynamo's own method loses calls in nested functions, and accepts few types of arguments. Like
+    Dynamo's method, this function ignores keyword arguments.
     """
     # Only the outermost frame writes bytecode.
     outermost = tx

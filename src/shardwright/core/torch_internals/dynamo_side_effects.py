@@ -64,9 +64,9 @@ def find_changed_objects(side_effects: SideEffects) -> Iterator[ChangedObject]:
 
 
 def _is_restored_constant(before: Mapping[str, Any], name: str, after: VariableTracker) -> bool:
-    """Whether an attribute has its earlier constant value again after the trace.
+    """Whether an attribute has the same constant value before and after the trace.
 
-    Code may set a flag for the duration of a call.
+    An example is a flag that is set for the duration of a call.
     """
     if name not in before or not isinstance(after, ConstantVariable):
         return False

@@ -1,5 +1,5 @@
-"""`flex_attention` without its compiler and with gradients on the CPU, which PyTorch does not
-support, and `BlockMask` as an argument of calls."""
+"""Contexts for `flex_attention`: without `torch.compile`, and with gradients on the CPU, which
+PyTorch rejects; and `BlockMask` as a pytree node, so that it can be an argument of calls."""
 
 from __future__ import annotations
 

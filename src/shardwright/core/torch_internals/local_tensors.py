@@ -43,8 +43,8 @@ class LocalTensorMode(TorchLocalTensorMode):  # type: ignore[no-untyped-call]
     """PyTorch's `LocalTensorMode`, with a faster path for most operators.
 
     PyTorch's mode updates random generators and aliases of storages for every operator, which takes
-    most of its time. Only random operators need the former, and only code that compares storages
-    the latter.
+    most of its time. This mode updates generators for random operators only, and gives views the
+    storage of their base directly.
     """
 
     def __torch_dispatch__(
@@ -77,7 +77,7 @@ class LocalTensorMode(TorchLocalTensorMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def _push_dispatch_mode(mode: TorchLocalTensorMode) -> Iterator[None]:
-    """Context manager in which `mode`, which PyTorch disables in its own handler, is active."""
+    """Context manager in which `mode` is active inside its own `__torch_dispatch__`."""
     _push_mode(mode)
     try:
         yield
@@ -86,7 +86,8 @@ def _push_dispatch_mode(mode: TorchLocalTensorMode) -> Iterator[None]:
 
 
 def _share_storage(views: Tensor | Sequence[Tensor], tensor: Tensor) -> None:
-    """Give views the storage of their `LocalTensor`, so that code sees that they share memory."""
+    """Give views the storage of their base `tensor`, so that comparisons of storages find that they
+    share memory."""
     # Operators such as `split` return several views.
     for view in [views] if isinstance(views, Tensor) else views:
         torch._functionalize_unsafe_set(view, tensor)

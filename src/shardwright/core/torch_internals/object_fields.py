@@ -1,6 +1,7 @@
-"""Fields of objects of the user's classes, as items of containers, attributes and slots.
+"""Fields of objects of the user's classes: items of containers, attributes and slots.
 
-Read and set without the methods of the user's classes, which may have effects or refuse.
+Fields are read and set without calling methods of the user's classes, since these may have side
+effects or raise errors.
 """
 
 from __future__ import annotations

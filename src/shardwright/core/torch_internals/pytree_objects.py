@@ -46,9 +46,8 @@ def register_objects(value: Any, only_tensors: bool = False) -> None:
 
     Args:
         value: a pytree.
-        only_tensors: whether to refuse objects that cannot be rebuilt from their fields: if a field
-            is not a tensor, a number, a string, or a container or object of these, no class is
-            registered.
+        only_tensors: whether to register classes only if all fields are tensors, numbers, strings,
+            or containers or objects of these, so that objects can be rebuilt from their fields.
 
     Raises:
         CaptureError: if an object contains itself.

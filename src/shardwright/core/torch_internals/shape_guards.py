@@ -1,4 +1,5 @@
-"""Guards under which a trace is valid for other shapes, and assumed values of symbolic sizes."""
+"""Guards that a call with other shapes must satisfy to reuse a trace, and assumed values of
+data-dependent sizes."""
 
 from __future__ import annotations
 
@@ -33,9 +34,8 @@ class ShapeGuards:
 def suppose_size(size: SymInt, number: int) -> None:
     """Make Python branches on a data-dependent size take the path for `number`.
 
-    The size remains symbolic in the graph.
-
-    PyTorch offers this for real tensors that are propagated beside fake tensors.
+    The size remains symbolic in the graph. Uses PyTorch's mechanism for tracing with real tensors
+    beside fake tensors.
     """
     size.node.shape_env.set_real_tensor_prop_unbacked_vals(size.node.expr, number)
 
@@ -64,7 +64,8 @@ _SUPPOSED = "propagate_real_tensors"
 
 
 def _holds_for_positive_sizes(condition: Any, supposed: Mapping[Any, Any]) -> bool:
-    """Whether a condition on a symbolic size holds for all positive sizes, by trial.
+    """Whether a condition on a symbolic size holds for all positive sizes that are tried: 1 to 64,
+    and larger powers of two.
 
     True if the size is 0 in the trace.
     """
