@@ -29,10 +29,10 @@ class BucketLines:
     """Emitter of the lines that gather parameters and reduce gradients in buckets.
 
     The gather of a bucket starts before the gather of the previous bucket is finished, and is
-    finished at the first use of a member. Local shards of buckets whose gradients are all-reduced
-    over replicas enter the autograd graph at the top of the program, so that the backward pass, in
-    reverse order, waits for the all-reduces last. Shards of other buckets enter just before their
-    gather: their gradients are complete after the reduce-scatter.
+    finished at the first use of a member. If gradients of a bucket are all-reduced over replicas,
+    its local shards enter the autograd graph at the top of the program, so that the backward pass
+    waits for the all-reduces at its end. Shards of other buckets enter just before their gather,
+    since their gradients are complete after the reduce-scatter.
 
     A program that reads parameters from `UnshardedParameters` omits the buckets that are reduced
     once per step: their members are passed to the program in the layouts of their uses. Members of

@@ -307,11 +307,11 @@ class _ProgramEmitter:
     # Operators
 
     def _emit_early_starts(self) -> set[Op]:
-        """Emit, at the top of the program, the start of communication that needs only inputs, such
-        as the number of valid targets, so that it overlaps computation.
+        """Emit, at the top of the program, the start of collectives that depend only on inputs,
+        such as the sum of the number of valid targets, so that they overlap computation.
 
         Returns:
-            The operators that compute what is communicated, which are emitted too.
+            The operators that compute the tensors to communicate; these are emitted first.
         """
         emitted_early: set[Op] = set()
         for op in self.graph.ops:
