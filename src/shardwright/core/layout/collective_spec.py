@@ -175,7 +175,7 @@ def all_to_all_v_axes(source: TensorLayout, target: TensorLayout) -> Axes | None
     """Return the axes of the `all_to_all_v` between two layouts, in mesh order.
 
     The result is None if the layouts use different axes, or if each shard has cells for every
-    device of the group, so that `all_to_all_v` sends no less than `all_to_all`.
+    device of the group, since `all_to_all_v` then sends as many bytes as `all_to_all`.
     """
     before, after = _find_differing_axes(source, target)
     axes = sorted(axis for dim in before for axis in dim)
@@ -192,8 +192,8 @@ def all_to_all_v_axes(source: TensorLayout, target: TensorLayout) -> Axes | None
 def _find_differing_axes(
     source: TensorLayout, target: TensorLayout
 ) -> tuple[list[Axes], list[Axes]]:
-    """Return the axes that shard each dimension in `source` and in `target`, without the axes that
-    both lists begin with."""
+    """Return the axes that shard each dimension in `source` and in `target`, without the common
+    leading axes."""
     before, after = [], []
     for source_axes, target_axes in zip(source.axes, target.axes, strict=True):
         prefix_length = common_length(source_axes, target_axes)
