@@ -280,7 +280,7 @@ OVERWRITING = frozenset(
 )
 """In-place operators that overwrite a tensor without reading its values.
 
-Operator schemas only say that these operators write.
+Listed by hand, since operator schemas do not distinguish overwriting from updating.
 """
 
 
