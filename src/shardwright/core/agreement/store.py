@@ -86,7 +86,7 @@ def on_rank_0(
     write: Callable[[Answer], str],
     read: Callable[[str], Answer],
 ) -> Answer:
-    """Compute a result on rank 0, and return it on every rank that asks for the same result.
+    """Compute a result on rank 0, and return it on every rank.
 
     The n-th call of each rank is matched with the n-th call of rank 0. A rank computes the result
     itself if its `request` differs from rank 0's, or if rank 0 makes no matching call within
@@ -94,7 +94,7 @@ def on_rank_0(
 
     Args:
         what: name of the result; calls are counted per name.
-        request: text of all inputs on which the result depends; ranks compare its hash.
+        request: all inputs on which the result depends, as text; ranks compare its hash.
         make: function that computes the result.
         write, read: functions that convert the result to a string and back.
 
@@ -138,14 +138,13 @@ def on_rank_0(
 
 
 def count_until(store: Store, key: str, step: int, is_reached: Callable[[int], bool]) -> None:
-    """Add `step` to a counter in the store, and wait until the counter is high enough.
+    """Add `step` to a counter in the store, and wait up to `FAREWELL` seconds until `is_reached`.
 
     Args:
         store: the store.
         key: name of the counter.
         step: number to add.
-        is_reached: function from a value of the counter to whether it ends the wait, which takes at
-            most `FAREWELL` seconds.
+        is_reached: predicate on the current count.
     """
     count, deadline = store.add(key, step), time.monotonic() + FAREWELL
     while not is_reached(count) and time.monotonic() < deadline:
