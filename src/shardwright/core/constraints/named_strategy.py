@@ -60,7 +60,7 @@ class AxisDims:
         skipped.
 
         Raises:
-            StrategyError: if the tensor has no such dimension; the message begins with `where`.
+            StrategyError: if a dimension is out of range; the message begins with `where`.
         """
         dim_of_axis = dict(self.dims)
         axes_of_dim: list[list[int]] = [[] for _ in range(ndim)]
@@ -111,7 +111,8 @@ class NamedStrategy:
         """Return the strategy of `op` by position, with layouts on `matrix`.
 
         Raises:
-            StrategyError: if an argument is unknown, or a tensor has no such dimension.
+            StrategyError: if an argument is unknown, or an entry shards a dimension that the tensor
+                lacks.
         """
         inputs = self.inputs
         if isinstance(inputs, Mapping):
@@ -212,8 +213,8 @@ def entry_with_layout(
     """Convert an entry that names axes to a layout on `matrix`; return other entries unchanged.
 
     Raises:
-        StrategyError: if a tensor with `ndim` dimensions has no such dimension; the message begins
-            with `where`.
+        StrategyError: if the entry shards a dimension that a tensor with `ndim` dimensions lacks;
+            the message begins with `where`.
     """
     if not isinstance(entry, AxisDims):
         return entry
@@ -232,12 +233,14 @@ def axis_names_of(entries: Iterable[object]) -> Iterator[str]:
 
 
 def check_axis_names(names: Iterable[str], matrix: DeviceMatrix | None) -> None:
-    """Check that the mesh axes that strategies name are the axes whose sizes the user gave.
+    """Check the axis names in strategies against `matrix`, the axes whose sizes the user gave.
+
+    Strategies may name axes that `matrix` lacks: these axes are skipped.
 
     Raises:
-        StrategyError: if strategies name axes but `matrix` is None, or `matrix` is given but no
-            strategy names an axis; also if pins name axes that `matrix` lacks and no pin names some
-            axis of `matrix`, which is likely a misspelling.
+        StrategyError: if only the strategies, or only `matrix`, have axes; or if a strategy names
+            an axis that `matrix` lacks while an axis of `matrix` is never named, which is likely a
+            misspelling.
     """
     named = list(dict.fromkeys(names))
     if matrix is None:
