@@ -318,8 +318,8 @@ def report_command(
 
 
 def _name_plans(files: Sequence[Path], names: Collection[str]) -> dict[str, Path]:
-    """Return the file of each plan by a name that is not in `names`: the stem of the file, or its
-    whole path where several plans have the stem, such as `plan` of two folders."""
+    """Name each plan file by its stem, or by its path if another file or `names` has the same stem;
+    return the file by name."""
     stems = [*(file.stem for file in files), *names]
     return {file.stem if stems.count(file.stem) == 1 else str(file): file for file in files}
 

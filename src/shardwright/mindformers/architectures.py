@@ -43,8 +43,7 @@ _UNSUPPORTED_TASKS: Mapping[str, str] = {
     "Bert": "reads a text in both directions",
     "T5": "has an encoder",
 }
-"""Why architectures are not supported, as the predicate of an error message, by the beginning of
-their names."""
+"""Why architectures are not supported, by prefix of their names: the end of an error message."""
 
 
 def read_architecture(arch: Keys) -> tuple[str, Positions, str]:

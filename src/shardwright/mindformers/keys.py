@@ -29,7 +29,7 @@ class InvalidKeyError(ConfigError):
 
 
 class UnsupportedModelError(InvalidKeyError):
-    """Error of a model that cannot be built, beside which no other error of the file matters."""
+    """Error of a model that cannot be built; reported alone, without other errors of the file."""
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ _ONLY_VALUES: Mapping[str, bool | float] = {
     "out_proj_has_bias": True,
     "wo_has_bias": True,
 }
-"""For keys of MindFormers' `model_config` with a single supported value, that value, by key."""
+"""The only supported value of some keys of MindFormers' `model_config`, by key."""
 
 _DROPOUT_KEYS = ("hidden_dropout_rate", "attention_dropout_rate", "embedding_dropout_prob")
 """Keys of the dropout of PanguAlpha and GPT."""

@@ -277,7 +277,8 @@ def _override_options_for_mode(
 
 
 def _override_shard_size(parallelism: Parallelism, notes: list[str]) -> Parallelism:
-    """Ignore a number of shards that does not divide the replicas, as MindSpore does."""
+    """Ignore `optimizer_weight_shard_size` if it does not divide the number of replicas, as in
+    MindSpore."""
     sharding, replicas = parallelism.sharding, parallelism.data_parallel
     # In a search, degrees do not decide the number of replicas.
     if sharding is None or not parallelism.shards_by_degrees or sharding.shard_size < 0:

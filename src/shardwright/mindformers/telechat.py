@@ -10,14 +10,14 @@ from shardwright.mindformers.keys import Keys
 _DROPOUT_KEYS = ("embed_dropout_prob", "hidden_dropout_prob", "attention_dropout_prob")
 
 TELECHAT_KEYS = (*_DROPOUT_KEYS, "wo_has_bias")
-"""Keys that have several supported values only in TeleChat."""
+"""Keys with a single supported value in all families except TeleChat."""
 
 
 def read_telechat(config: Keys) -> tuple[str, dict[str, Any]]:
     """Read TeleChat's own keys of `model.model_config`.
 
-    In MindFormers the name of the model, `net_name`, decides too: TeleChat 7B has its embedding as
-    head, and the MLP of TeleChat 52B has no bias. TeleChat 2 has no `net_name`.
+    As in MindFormers, some properties follow from the model's name, the key `net_name`: TeleChat 7B
+    ties head and embedding, and the MLP of TeleChat 52B has no bias. TeleChat 2 has no `net_name`.
 
     Returns:
         The model family, and fields of `Dimensions`.

@@ -29,7 +29,7 @@ _SCHEDULES = {
 _CHECKPOINT_CALLBACKS = ("CheckpointMonitor", "CheckpointMointor")
 """Names of the callback that saves checkpoints; older MindFormers versions have the typo."""
 _ONLY_SCHEDULE_VALUES = {"warmup_epochs": 0.0, "num_cycles": 0.5}
-"""For keys of MindFormers' `lr_schedule` with a single supported value, that value, by key."""
+"""The only supported value of some keys of MindFormers' `lr_schedule`, by key."""
 
 _DEFAULT_CLIP_NORM = 1.0
 """MindFormers' default of `max_grad_norm`."""

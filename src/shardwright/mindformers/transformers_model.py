@@ -49,7 +49,7 @@ _ONLY_VALUES: Mapping[str, bool | float] = {
     "gated_linear_unit": True,
     "use_sliding_window": False,
 }
-"""For keys of MindFormers' `model_config` with a single supported value, that value, by key."""
+"""The only supported value of some keys of MindFormers' `model_config`, by key."""
 
 _KEYS_WITHOUT_EFFECT: Mapping[str, str] = {
     "router_aux_loss_coef": "the loss has no load-balancing term",

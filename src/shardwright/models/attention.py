@@ -18,8 +18,8 @@ from shardwright.errors import ConfigError
 from shardwright.models.prefix import add_prefix
 
 Attention = Literal["fused", "explicit"]
-"""`fused`: one operator (flash attention) with a built-in causal mask. `explicit`: separate matrix
-products and softmax, which save all scores for the backward pass."""
+"""`fused`: flash attention with a built-in causal mask. `explicit`: unfused attention, which saves
+its score matrix for the backward pass."""
 
 
 def causal_attention(
@@ -33,7 +33,7 @@ def causal_attention(
     """Compute causal attention, with an optional prefix to which all positions attend.
 
     Args:
-        attention: fused kernel or separate operators.
+        attention: fused or unfused attention.
         query: `[batch, heads, positions, size]`.
         key, value: `[batch, kv_heads, prefix + positions, size]`; with fewer heads than `query`
             (grouped-query attention), each is shared by a group of adjacent query heads.

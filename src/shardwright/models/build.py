@@ -51,8 +51,8 @@ def build(
         num_layers: number of blocks; by default that of `model`.
         lora: LoRA adapters to add; all other weights are frozen.
         prefix: prefix tuning instead of LoRA; all weights of the model are frozen.
-        attention: `fused` (one operator), or `explicit` (separate operators, which save all
-            attention scores for the backward pass).
+        attention: `fused` (flash attention), or `explicit` (unfused; saves the score matrix for the
+            backward pass).
         dtype: dtype of the parameters.
 
     Raises:
@@ -90,7 +90,7 @@ def build_hf(
         source: path of a `config.json` or of its folder, or the arguments of
             `transformers.AutoConfig.for_model`.
         lora: LoRA adapters to add; all other weights are frozen.
-        attention: `fused` (one operator), or `explicit` (separate operators).
+        attention: `fused` (flash attention), or `explicit` (unfused; saves the score matrix).
         dtype: dtype of the parameters.
 
     Raises:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 
 def add_dropout(net: nn.Module, probability: float) -> None:
-    """Add dropout to the token embedding and to all that is added to the residual stream, in place.
+    """Add dropout to the token embedding and to the output of each residual branch, in place.
 
     Names of modules and parameters stay, so that checkpoints without dropout can be loaded.
 

@@ -35,8 +35,8 @@ class Dimensions:
         norm_eps: epsilon of RMSNorm and LayerNorm.
         positions: the position encoding.
         rope_base: base of the rotary frequencies.
-        dropout: dropout probability of embeddings, of attention weights and of what is added to the
-            residual stream; only families without experts have dropout.
+        dropout: dropout probability of embeddings, attention weights and the outputs of residual
+            branches; only families without experts have dropout.
         logit_scale: factor of the logits, for families built on `transformers`.
         activation: GELU of GPT: exact, tanh approximation, or sigmoid approximation.
         num_experts: number of experts of MoE models.

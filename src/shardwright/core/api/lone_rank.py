@@ -212,6 +212,7 @@ def _copy_from_meta_device(tensor: Tensor, kwargs: dict[str, Any]) -> Tensor:
 def _make_placeholder_values(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Return a CPU tensor of ones, or of False for booleans, to read in place of a meta tensor.
 
-    Programs usually read booleans that tell whether values differ between ranks: False passes.
+    A boolean that a program reads is usually the result of a check whether values differ between
+    ranks; False passes the check.
     """
     return torch.full(shape, 0 if dtype == torch.bool else 1, dtype=dtype)

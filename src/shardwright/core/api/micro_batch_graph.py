@@ -91,8 +91,11 @@ class MicroBatchCapture:
         return self._explain_batch_norm(graph), ()
 
     def _explain_batch_norm(self, graph: Graph) -> Graph:
-        """Return `graph`; if a batch norm prevents the split, but is not the only reason, with the
-        reason that `batch_norm="per_micro_batch"` leaves."""
+        """Return `graph` with the reason in `graph.whole_batch` that an error should give.
+
+        If a batch norm prevents the split, but `batch_norm="per_micro_batch"` would not suffice,
+        this is the reason that remains with the option.
+        """
         reason = graph.whole_batch
         if not (self.averages and isinstance(reason, str) and reason.endswith(OF_BATCH_NORMS)):
             return graph

@@ -108,8 +108,8 @@ def plan(
             `cost_model` is `time`.
         order: the order in which the search decides operators: `weight` (largest first) or
             `topology` (as in the graph).
-        log_costs: log every decision at level INFO of the logger `shardwright.search`; modes that
-            compare no costs log only that.
+        log_costs: log the costs of every decision at level INFO of the logger `shardwright.search`;
+            modes without costs log one line.
         stages: number of pipeline stages, each on an equal share of the devices. The model is
             divided into parts of nearly equal work or, on a cluster, of nearly equal time. `auto`:
             the number with the shortest step, at most `max_stages` and at most `micro_batches`.
@@ -143,8 +143,8 @@ def plan(
             with an entry (shard counts, a layout, or None) for each tensor input.
         stage_config: index of the pipeline stage of each module, by module name; replaces `stages`.
         axes: the number of devices along each axis that pins name, the outermost axis first, such
-            as `{"dp": 2, "tp": 4}`; their product is the number of devices of a stage. Pins skip
-            the axes that are missing here.
+            as `{"dp": 2, "tp": 4}`; their product is the number of devices of a stage. Axes of pins
+            that are missing here are ignored.
         batch_dims: for inputs by name, the dimension that is split into micro-batches, or None to
             pass the full input to each micro-batch. By default dimension 0 of each input whose
             dimension 0 has the size of that of the first input or, if the loss does not allow that,

@@ -44,7 +44,8 @@ from shardwright.errors import DamagedCheckpointError
 FOLDER_NAME = re.compile(r"step-(\d+)")
 
 REPLACED = ".replaced"
-"""Suffix of the earlier checkpoint of a step, until the new one has its name; both are complete."""
+"""Suffix of the folder of a complete checkpoint while another checkpoint of its step replaces it.
+"""
 
 
 def complete_steps(folder: Path) -> list[int]:

@@ -83,8 +83,8 @@ class Links:
         Args:
             levels_of_group: (index of the link level, number of devices or inner groups that it
                 connects).
-            may_skip_parts: whether a ring does not send the empty parts of a tensor that has fewer
-                elements than the ring has devices.
+            may_skip_parts: whether a ring skips the empty parts of a tensor that has fewer elements
+                than the ring has devices.
         """
         seconds, level_bytes, devices = 0.0, num_bytes, prod(size for _, size in levels_of_group)
         for level, size in levels_of_group:

@@ -174,8 +174,8 @@ def _compute_work(
 
 
 def _operands_of_product(op: Op) -> slice:
-    """Return the range of the inputs of `op` that a product multiplies. Biases of layers are
-    operators of their own."""
+    """Return the slice of `op.inputs` with the factors of the product, without the tensor that
+    `addmm` adds."""
     return slice(int(op.target in _WITH_ADDED_TENSOR), None)
 
 

@@ -328,7 +328,8 @@ _PASSES_WITH_GRADIENTS = {
     BACKWARD: (BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT),
     BACKWARD_WEIGHT: (BACKWARD, BACKWARD_WEIGHT),
 }
-"""Types of passes that accumulate into existing parameter gradients, by type of an earlier pass."""
+"""Types of passes that accumulate into parameter gradients, by type of the pass that created them.
+"""
 
 
 @dataclass(frozen=True)

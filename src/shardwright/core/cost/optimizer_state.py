@@ -3,10 +3,10 @@
 Both are measured: two steps of the PyTorch optimizer run on the meta device for each parameter
 shape. An optimizer that reads values runs on a small parameter instead. The dims of this parameter
 have different prime sizes, so that the size of a state tensor's dim identifies the corresponding
-dim of the parameter. With an optimizer instance, a parameter has the options of its group, or no
-state without a group. State computed from the parameter or its gradient (`zeros_like(p)`) is a
-DTensor sharded like the parameter; state created from a shape (`torch.zeros(p.shape)`) is
-replicated on every device.
+dim of the parameter. With an optimizer instance, a parameter has the options of its parameter
+group; a parameter in no group has no state. State computed from the parameter or its gradient
+(`zeros_like(p)`) is a DTensor sharded like the parameter; state created from a shape
+(`torch.zeros(p.shape)`) is replicated on every device.
 """
 
 from __future__ import annotations
@@ -151,8 +151,10 @@ def is_orthogonalized_by(optimizer: str | torch.optim.Optimizer, shard: TrainedS
 
 
 def _muon_exchange_bytes(shard: TrainedShard) -> int:
-    """Return the temporary bytes that Muon needs for a sharded matrix, in addition to those for a
-    full one: two bfloat16 buffers of the full matrix, minus the momentum of the other shards."""
+    """Return how many more temporary bytes Muon needs for a sharded matrix than for a full one.
+
+    Two bfloat16 buffers of the full matrix, minus the momentum of the shards on other devices.
+    """
     buffers = 2 * prod(shard.full) * torch.bfloat16.itemsize
     return buffers - (prod(shard.full) - prod(shard.shape)) * shard.dtype.itemsize
 

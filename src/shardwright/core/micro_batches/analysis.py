@@ -32,7 +32,7 @@ from shardwright.core.micro_batches.shared_operators import (
 from shardwright.core.rules import is_random
 
 UPDATED_BY_RESULT = " is updated with its result"
-"""Suffix of errors about a buffer whose new value micro-batches do not determine."""
+"""Suffix of errors about a buffer whose new value cannot be computed from micro-batches."""
 
 
 def graph_of_micro_batch(flow: SampleFlow) -> Graph:
@@ -92,8 +92,9 @@ def _state_of_result(flow: SampleFlow, value: Value) -> SampleState:
 
 
 def _determine_updates(flow: SampleFlow) -> dict[Value, SampleReduction | None]:
-    """Return for each buffer that is updated once per batch how its new value follows from those of
-    micro-batches, as in `WholeBatch.updates`.
+    """Return how to reduce the new values that micro-batches compute for a buffer, by buffer.
+
+    None if these values are equal. Covers the buffers that are updated once per batch.
 
     Raises:
         UnsplittableError: if a new value mixes samples in a model with a loss.

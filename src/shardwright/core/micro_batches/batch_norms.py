@@ -14,7 +14,7 @@ BATCH_NORMS = (WHOLE_BATCH, PER_MICRO_BATCH)
 NORMALIZES_ALL = "the operator normalizes by statistics of all samples"
 AVERAGES_ALL = "the operator updates running statistics with statistics of all samples"
 OF_BATCH_NORMS = (NORMALIZES_ALL, AVERAGES_ALL)
-"""Reasons in errors that the option `batch_norm="per_micro_batch"` resolves."""
+"""Error texts: why a model cannot be split without the option `batch_norm="per_micro_batch"`."""
 
 
 def takes_statistics(op: Op) -> bool:

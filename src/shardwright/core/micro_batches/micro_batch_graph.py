@@ -63,8 +63,8 @@ class MicroBatchGraph:
         replaces."""
         self.shares: dict[Value, Value] = {}
         self.taken: dict[tuple[Value, PassedDim], Value] = {}
-        """Buffers from which micro-batches read outputs of the prologue, by (output, how it is
-        passed: `WholeBatch.values`)."""
+        """Buffers from which micro-batches read outputs of the prologue, by (output, argument `dim`
+        of `take`)."""
         self.counts: list[Op] = []
         """Operators of the prologue that are not in the graph of the global batch."""
         self._ops: dict[Op, list[Op]] = {}
@@ -91,8 +91,10 @@ class MicroBatchGraph:
         return self.taken[value, dim]
 
     def share(self, value: Value, reader: Op) -> Value:
-        """Return a tensor whose sum over micro-batches is `value`: `value` divided by their number
-        or, for an integer that the prologue can pass, `value` in the first one.
+        """Return a tensor whose sum over micro-batches is `value`.
+
+        A float is divided by the number of micro-batches. An integer is passed by the prologue to
+        the first micro-batch, and is 0 in the others.
 
         Args:
             value: a value that is equal in all micro-batches.
@@ -151,8 +153,8 @@ class MicroBatchGraph:
         shared: Iterable[Value] = (),
         numbers: Mapping[str, Any] | None = None,
     ) -> None:
-        """Rewrite `op` in the graph of the micro-batch with numbers of the global batch, except
-        sizes.
+        """Rewrite `op` in the graph of the micro-batch: number arguments, except sizes, get the
+        values of the global batch.
 
         Args:
             op: an operator in the graph of the global batch.

@@ -66,14 +66,14 @@ def states_from_reduced_inputs(flow: SampleFlow, op: Op) -> list[SampleState]:
 
 
 def _keeps_sums(dtype: torch.dtype) -> bool:
-    """Whether a sum of terms in `dtype` is the sum in `dtype`, up to rounding errors."""
+    """Whether operators on sums in `dtype` are linear up to rounding errors."""
     # Two or three bits of mantissa: PyTorch does not add 8-bit numbers either.
     return dtype.is_floating_point and dtype.itemsize > 1
 
 
 def _can_be_shared_exactly(flow: SampleFlow, op: Op, operands: list[Value]) -> bool:
-    """Whether `op`, an operator in `ADDITIVE`, adds to sums of integers only integers that the
-    prologue computes."""
+    """Whether all operands of `op`, an addition of integers in `ADDITIVE`, are sums over samples or
+    integers that the prologue computes."""
     arguments = call_arguments(op)
     names = ("self", "input", "other")
     # A number becomes a tensor that the prologue passes to one micro-batch.

@@ -34,8 +34,8 @@ class SampleFlow:
         states: state of each value in the graph of the global batch.
         free: values computed from inputs, buffers and constants only, without random numbers.
         outside: values that the prologue computes once per step for all samples.
-        reduced: the reduction of each mean or sum over samples that operators read from the
-            prologue, but that micro-batches compute too.
+        reduced: reduction (mean or sum over samples) of each value that both the prologue and
+            micro-batches compute; operators read the prologue's value.
         causes: the error of the first operator that mixes samples, for each value of state
             `UNKNOWN`.
         statistics: buffers that each micro-batch updates; other buffers are updated once per batch.

@@ -31,9 +31,8 @@ def with_whole_batch(
 ) -> Graph:
     """Return the graph of a micro-batch with `Graph.whole_batch` set.
 
-    Operators are rewritten where the loss of the global batch is not the mean or sum of the losses
-    of micro-batches otherwise. `Graph.whole_batch` is the reason as a `str` if no rewrite is
-    possible.
+    Operators are rewritten such that the loss of the global batch is the mean or sum of the losses
+    of micro-batches. If that is impossible, `Graph.whole_batch` is the reason as a `str`.
 
     Args:
         graph: the captured graph of a micro-batch.
@@ -62,8 +61,7 @@ def with_whole_batch(
 
 
 def _have_equal_python(of_batch: PythonCall | None, of_micro_batch: PythonCall | None) -> bool:
-    """Whether the Python code of the batch reads the inputs of a micro-batch's graph and stores its
-    outputs."""
+    """Whether the Python code of `forward` reads and stores the same values in both captures."""
     if of_batch is None or of_micro_batch is None:
         return of_batch is of_micro_batch
     return (

@@ -170,8 +170,8 @@ class OutputsOffPath:
 def is_on_path(graph: Graph, flow: Communication, value: Value) -> bool:
     """Whether an uncompiled program computes other values from the tensor returned for `value`.
 
-    True if the tensor is not a DTensor, and each consumer's redistribution begins with the
-    collectives of the output's.
+    True if the tensor is not a DTensor, and the redistribution for each consumer begins with the
+    collectives that produce the returned tensor.
 
     Args:
         graph: the graph of the program.

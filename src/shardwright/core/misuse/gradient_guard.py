@@ -1,8 +1,8 @@
 """Detect losses outside the model that differ between ranks.
 
 If ranks pass the global batch, the gradients of all outputs must be equal on all ranks, or the
-replicas of parameters drift apart. If each rank passes a local batch, so must the gradients of
-outputs without samples, such as the loss, which are computed from the global batch. Checksums of
+replicas of parameters drift apart. If each rank passes a local batch, this applies only to outputs
+without a batch dimension, such as the loss, which are computed from the global batch. Checksums of
 the gradient are compared where a backward pass enters the model, in the first backward passes and
 periodically in later backward passes.
 """

@@ -23,11 +23,11 @@ log = logging.getLogger("shardwright")
 
 @cache
 def watch_optimizers_of_stages() -> None:
-    """Reject LBFGS over the parameters of one stage, pickling the state dict of a stage's
-    optimizer, and loading this state dict into an optimizer over other parameters; accept
-    optimizers without parameters, as a stage may lack those of a module, or all.
+    """Adapt optimizers of this process to pipeline stages, from their first step on.
 
-    Applies to all optimizers of this process, from their first step on.
+    Rejected: LBFGS over the parameters of one stage, pickling the state dict of a stage's
+    optimizer, and loading this state dict into an optimizer over other parameters. Accepted:
+    an optimizer without parameters, because another stage may own all parameters of a module.
     """
     initialize: Callable[..., None] = Optimizer.__init__
     setattr(Optimizer, initialize.__name__, _accepting_no_parameters(initialize))
@@ -77,8 +77,8 @@ def watch_optimizers_of_stages() -> None:
 
 
 def _accepting_no_parameters(initialize: Callable[..., None]) -> Callable[..., None]:
-    """Return `Optimizer.__init__` that makes an empty group of an empty list of parameters, which
-    PyTorch rejects, in a process with a planned model in stages.
+    """Return an `Optimizer.__init__` that accepts an empty list of parameters, which PyTorch
+    rejects, in a process with a planned model in stages.
 
     Args:
         initialize: `Optimizer.__init__` of PyTorch.

@@ -249,7 +249,9 @@ def _run_operator_on_mixed_tensors(
 
 @cache
 def _get_mixed_call_counts() -> WeakKeyDictionary[object, Counter[tuple[Any, ...]]]:
-    """Return the counters of calls with mixed tensors, by optimizer, or mesh outside of optimizers.
+    """Return the counters of calls that mix DTensors and ordinary tensors.
+
+    The key is the running optimizer or, outside of optimizer steps, the device mesh.
 
     A counter maps (operator, shapes of ordinary tensors) to the number of calls.
     """

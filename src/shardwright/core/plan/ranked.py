@@ -44,7 +44,10 @@ class PlanKind:
 
     @property
     def requested(self) -> PlanKind:
-        """This kind of plan with `recomputes` false, as the memory limit decides recomputation."""
+        """The kind of plan that options request: this kind, with `recomputes` False.
+
+        Whether a plan recomputes depends on the memory limit, not on the options.
+        """
         return replace(self, recomputes=False)
 
     def __str__(self) -> str:

@@ -106,10 +106,9 @@ class Candidate:
 
     @cached_property
     def aligned(self) -> Candidate:
-        """This candidate, with groups of equal axes split at one position in all operators.
+        """This candidate, or an equally fast variant whose parameters need fewer mesh axes.
 
-        The candidate is unchanged unless `parameter_axes` exceeds `MAX_PARAMETER_AXES` and the
-        change decreases `parameter_axes` without increasing the predicted step time. The change
+        Variants are searched only if `parameter_axes` exceeds `MAX_PARAMETER_AXES`. The search
         takes many predictions, so read this property only of candidates that may be chosen.
         """
         has_many_axes = (
@@ -350,17 +349,17 @@ def _assign_ops_to_balanced_chunks(
 
 
 MAX_PARAMETER_AXES = 4
-"""Number of axes of the parameters' `DeviceMesh` above which a candidate is changed to need fewer.
-With more axes DTensor needs over ten seconds for the first step, and about six times as long with
-each further axis."""
+"""Maximum number of axes of the parameters' `DeviceMesh` before the planner tries to merge axes.
+With more axes, DTensor's first step takes over ten seconds, and six times as long for each further
+axis."""
 
 
 def _align_candidate(candidate: Candidate) -> Candidate:
     """Return `candidate`, or a variant of it whose parameters need a `DeviceMesh` with fewer axes.
 
-    Variants split each group of equal axes at one position in all operators. Of the variants that
-    are not predicted to be slower, the variant with the fewest axes is returned; ties go to the
-    fastest, then to `candidate`.
+    In a variant all operators split a group of equal axes between two factors at the same position,
+    so that the axes on each side can be merged. Returns the variant with the fewest axes among
+    those that are predicted to be at least as fast; ties go to the fastest, then to `candidate`.
     """
     model, mesh, options = candidate.model, candidate.mesh, candidate.options
     levels = TimeModel(options.resolved_cluster, mesh, candidate.pipeline.stages).links.levels

@@ -121,7 +121,8 @@ class _MicroBatchChoice:
         """Return `candidate` with its derived graph replaced by a captured one.
 
         Raises:
-            KeyboardInterrupt: if the captured graph differs from the derived graph.
+            KeyboardInterrupt: if the captured graph differs from the derived graph, so that the
+                candidate of the interrupted search is invalid.
         """
         count = candidate.pipeline.micro_batches
         task = next(task for task in tasks if task.options.num_micro_batches == count)

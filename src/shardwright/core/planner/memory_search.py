@@ -33,7 +33,8 @@ class MemorySearch(GroupSearch, CandidateFitting):
     """The search: takes the entries of the queue in the order of their bounds."""
 
     def count_attempts(self, on_progress: OnProgress) -> OnProgress:
-        """Return a progress callback that passes the share of searched attempts to `on_progress`.
+        """Return a progress callback that passes the fraction of searched attempts to
+        `on_progress`.
 
         The total is known from the start. A search may end before all attempts are searched, as it
         skips attempts that cannot be faster.

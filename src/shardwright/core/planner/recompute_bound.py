@@ -4,8 +4,8 @@
     m x_s (W + r(f)) <= T                 its seconds in a step
     sum over s of x_s = 1                 the stages compute the full model
 
-    x_s       share of the model in stage s
-    C         memory of all devices of a stage in bytes, by which estimates of memory are limited
+    x_s       fraction of the model in stage s
+    C         memory limit of a stage: bytes of all its devices together
     P, A      bytes of parameters, gradients and optimizer state of the model; bytes of activations
               that a micro-batch saves without recomputation
     I_s       micro-batches in flight
@@ -222,8 +222,8 @@ class StageLimits:
         return low
 
     def _largest_model_share(self, seconds: float, in_flight: int) -> float:
-        """Return the largest share of the model that a stage computes in `seconds` per micro-batch
-        and has memory for."""
+        """Return the largest fraction of the model that a stage has memory for, and computes in
+        `seconds` per micro-batch."""
         previous: tuple[float, float] | None = None
         for freed, recomputing in self.curve:
             needed = self.parameter_bytes + in_flight * self.saved_bytes * (1 - freed)

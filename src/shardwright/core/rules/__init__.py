@@ -58,7 +58,7 @@ def rule_of(op: Op) -> ShardingRule | None:
 
 
 _CACHED_RULES: WeakKeyDictionary[Op, tuple[int, ShardingRule | None]] = WeakKeyDictionary()
-"""(Number of rules registered at the lookup, sharding rule or None) of each operator looked up."""
+"""(Number of registered rules at the time of the lookup, sharding rule or None), by operator."""
 
 
 def _find_rule(op: Op) -> ShardingRule | None:

@@ -50,7 +50,7 @@ def random_like(op: Op) -> ShardingRule:
 
 
 def is_active_dropout(op: Op) -> bool:
-    """Whether a dropout operator has an effect, in training mode with a probability above 0."""
+    """Whether a dropout operator drops elements: in training mode, with a probability above 0."""
     arguments = call_arguments(op)
     # `native_dropout` has train=None, which means that it drops.
     return arguments["train"] is not False and arguments["p"] > 0

@@ -254,7 +254,7 @@ def softmax(op: Op) -> ShardingRule:
 
 @rule_for(*overloads("_safe_softmax"))
 def safe_softmax(op: Op) -> ShardingRule:
-    """Softmax of rows that may be masked in full, `b s _ -> b s _`: all but the normalized
+    """Softmax of rows that may be fully masked, `b s _ -> b s _`: all but the normalized
     dimension can be sharded."""
     # Statistics of shards would give NaN for a row that is masked in full, where this operator
     # gives 0.

@@ -132,7 +132,8 @@ def ring_kernel(op: Op, local: LocalSharding) -> Callable[..., Any]:
 
 
 def _swap_last_rows(block: Tensor, count: int, swap: Reduce) -> Tensor:
-    """Exchange the last `count` rows with another device, and return the block with its rows."""
+    """Return the block with its last `count` rows replaced by those of another device, which
+    receives this device's rows."""
     first, last = torch.split(block, [block.shape[-2] - count, count], -2)
     return torch.cat((first, swap(last)), -2)
 

@@ -69,9 +69,8 @@ class Reduction:
             - `"ring"`: n - 1 exchanges of kind `"previous"`, overlapped with computation, until
               each tensor has visited all devices; the backward pass repeats them, for the tensors
               and their gradients.
-        varying: whether the backward pass runs a collective on the gradient too, because devices
-            use the result for different shards: the same one, or a reduce-scatter after an
-            all-gather.
+        varying: whether the gradients of the result differ between devices, so that the backward
+            pass runs a collective: a reduce-scatter for an all-gather, otherwise the same one.
         differentiable: whether the result has a gradient.
         shape, dtype: shape and dtype of the tensor that one device contributes, or of the result
             of an all-gather.

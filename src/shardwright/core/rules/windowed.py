@@ -55,8 +55,8 @@ class SlidingDim(Protocol):
         capacity: the number that the shard count must divide.
 
     The halo of a shard has `num_rows_before` rows of the previous shard and `num_rows_after` rows
-    of the next shard, or of padding. Of its rows and halo the shard reads `num_rows` rows, from
-    index `halo_start` on.
+    of the next shard, or of padding. The shard reads `num_rows` of its rows with halo, starting at
+    index `halo_start`.
     """
 
     @property

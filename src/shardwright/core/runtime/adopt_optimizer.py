@@ -141,8 +141,8 @@ def adopt(optimizer: AnyOptimizer, net: nn.Module) -> AnyOptimizer:
 def adopt_parameters_of_model(optimizer: Optimizer, net: nn.Module) -> None:
     """Replace the parameters of one planned model in an optimizer, and keep all other parameters.
 
-    Unlike `adopt`, supports optimizers over several models, of which some may not be planned, and
-    optimizers with loaded state, whose full state tensors the next step shards.
+    Unlike `adopt`, supports optimizers over several models, planned or not, and optimizers with
+    loaded full state, which the next step shards.
 
     Args:
         optimizer: optimizer over parameters of models, before its first step.
@@ -187,10 +187,10 @@ def _is_planned_parameter(parameter: Tensor) -> bool:
 # Cached, so that the hook is registered once per process.
 @cache
 def _refuse_steps_of_unused_optimizers() -> None:
-    """Make an optimizer step raise `PlanError` if the gradients are in another model.
+    """Make optimizer steps raise `PlanError` if the optimizer holds the parameters of the original
+    model while the gradients are in the planned model, or vice versa.
 
-    An optimizer over the original parameters, with gradients in the planned model, would change no
-    parameter, and conversely.
+    Such a step would change no parameter.
     """
 
     def before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -192,11 +192,11 @@ class _FinishGatherFunction(torch.autograd.Function):
     """Return the gathered members of a bucket; in the backward pass, start the reduction of their
     gradients as one flat tensor.
 
-    A `turn`, if not None, is the last result of the preceding bucket's call; a new one is returned
-    after the members. This dependency fixes the order of the reductions in the backward pass.
+    `turn` is the tensor that the call of the previous bucket returned last; this call returns a new
+    one after the members. The chain makes autograd reduce the buckets in a fixed order.
 
-    Members that a backward pass does not reach get no gradient instead of zeros, as optimizers with
-    momentum or weight decay would change parameters with zero gradients.
+    Members that a backward pass does not reach get None as gradient, not zeros: momentum and weight
+    decay would change parameters with zero gradients.
     """
 
     @staticmethod

@@ -202,8 +202,8 @@ def wait(x: Tensor, waits: WaitTimer) -> Tensor:
 
 
 def complete(x: Tensor, dtype: torch.dtype, group: Group) -> Tensor:
-    """Wait for `x`, the pending result of a collective on a `sendable` or `reducible` tensor;
-    return the result in `dtype`, the dtype of the tensor before."""
+    """Wait for `x`, the pending result of a collective on a tensor from `sendable` or `reducible`;
+    return the result in `dtype`, the dtype of the original tensor."""
     return restored(wait(x, group.waits), dtype)
 
 

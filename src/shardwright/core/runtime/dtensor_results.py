@@ -27,8 +27,8 @@ RANDOM_OPERATORS = (
     *(aten.rand_like.default, aten.randn_like.default, aten.geometric_.default),
     *(aten.randint_like.default, aten.randint_like.low_dtype),
 )
-"""In-place and `*_like` random operators, for which all ranks would draw equal random numbers on
-CPUs, also for different shards."""
+"""In-place and `*_like` random operators, for which DTensor on CPUs draws the same random numbers
+for all shards."""
 
 DRAWS_FROM_VALUES = (
     *(aten.bernoulli.default, aten.bernoulli.p, aten.bernoulli.Tensor, aten.bernoulli_.Tensor),

@@ -28,7 +28,10 @@ from shardwright.core.torch_internals.operators import (
 
 
 def can_compute_on_full_tensors(operator: OpOverload) -> bool:
-    """Whether an operator returns no view of its arguments, and changes no shape in place."""
+    """Whether all results of an operator are new tensors, or arguments written in place.
+
+    Excludes views, which would refer to a gathered copy, and in-place changes of shape.
+    """
     if torch.Tag.inplace_view in operator.tags:
         return False
     # A view would be of the gathered copy, and later writes into it would not reach the DTensor.

@@ -101,7 +101,8 @@ class DelayedWeight(NamedTuple):
     Args:
         weight: the weight; detached if its gradient is delayed.
         gradient, x: placeholders that take no memory; None if the weight requires no gradient.
-            Their gradients in autograd are the gradient of the layer's output, and its input.
+            In the backward pass, autograd passes the output gradient of the layer as the gradient
+            of `gradient`, and the input of the layer as the gradient of `x`.
     """
 
     weight: Tensor

@@ -65,8 +65,8 @@ POLL_INTERVAL = 0.5
 """Polling interval of the thread that watches a rank's calls, in seconds."""
 
 MAX_WAIT = 15.0
-"""Maximum seconds of waiting for other ranks before an asynchronous call, or one with a source
-rank, which this rank may finish before other ranks begin it."""
+"""Maximum seconds to wait for other ranks before asynchronous calls, and calls with a source rank:
+a correct program may finish these on one rank before other ranks begin them."""
 
 WARN_AFTER = 20.0
 """Seconds of waiting for other ranks in one call, after which a rank logs one warning."""
@@ -106,8 +106,8 @@ class RankCalls:
         self._expected = ExpectedCalls()
         self._last_barrier = ""
         self._has_differed = self._is_retry = False
-        """Whether the last collective call raised a `DataError` on this rank, and whether the
-        current call repeats such a call."""
+        """Whether the previous collective call raised a `DataError` on this rank, and whether the
+        current call retries a call that raised one."""
         self._written, self._seen_changes = "", 0
         self._request = 0
         """Number of rank 0's latest request for current states of all ranks; 0 without a

@@ -1,7 +1,7 @@
-"""Send tensors of any dtype with backends that support only some.
+"""Send tensors of dtypes that communication backends do not support.
 
-gloo and NCCL know no `int16`, no unsigned integers wider than 8 bits, and not all 8-bit
-floating-point numbers; gloo's all-to-all knows no complex numbers.
+gloo and NCCL do not support `int16`, unsigned integers wider than 8 bits, and some 8-bit
+floating-point dtypes; gloo's all-to-all does not support complex numbers.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ OF_SIZE = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
 
 
 def sent_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype as which collectives move the bytes of a tensor of `dtype`, which is not
-    complex."""
+    """Return the dtype in which collectives send the bytes of a tensor of the real `dtype`."""
     return dtype if dtype in SUPPORTED else OF_SIZE[dtype.itemsize]
 
 
 def sendable(x: Tensor) -> Tensor:
-    """Return `x` in a form that all backends can move: contiguous, with conjugate and negative bits
-    resolved, with complex numbers as pairs of real numbers, and in a supported dtype of equal size.
+    """Return `x` in a form that all backends can send.
+
+    The result is contiguous, with conjugate and negative bits resolved, with complex numbers as
+    pairs of real numbers, and in a supported dtype of equal size.
     """
-    # Conjugation and negation are bits of a tensor, of which its memory knows nothing.
+    # Conjugation and negation are flags of the tensor; its memory is the same with and without.
     x = x.contiguous().resolve_conj().resolve_neg()
     if x.is_complex():
         return torch.view_as_real(x)
@@ -40,16 +41,18 @@ def sendable(x: Tensor) -> Tensor:
 
 
 def reducible(x: Tensor) -> Tensor:
-    """Return `x` in a form that all backends can move and sum: as `sendable`, but with numbers of
-    other dtypes converted to a wider dtype, as their bytes do not add up."""
+    """Return `x` in a form that all backends can send and sum.
+
+    Unsupported dtypes are converted to float32 or int64, instead of reinterpreted as in `sendable`.
+    """
     if x.dtype in SUPPORTED or x.is_complex():
         return sendable(x)
     return x.contiguous().to(torch.float32 if x.is_floating_point() else torch.int64)
 
 
 def restored(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return `x`, the result of a collective on a `sendable` or `reducible` tensor, in the `dtype`
-    of the tensor before."""
+    """Convert `x`, the result of a collective on a tensor from `sendable` or `reducible`, back to
+    `dtype`, the dtype of the original tensor."""
     if dtype.is_complex:
         # Already complex if an earlier call has completed it.
         return x if x.is_complex() else torch.view_as_complex(x)
@@ -60,7 +63,7 @@ def restored(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def broadcast(x: Tensor, group: dist.ProcessGroup | None, source: int) -> None:
-    """Overwrite `x`, a contiguous tensor, by that of rank `source` of the group. Collective."""
+    """Overwrite `x`, a contiguous tensor, with `x` of rank `source` of the group. Collective."""
     # A view, so that the bytes are written into the memory of `x`.
     sent = x if x.is_complex() else x.view(sent_dtype(x.dtype))
     dist.broadcast(sent, group=group, group_src=source)

@@ -32,7 +32,8 @@ class StageParameters:
 
     Args:
         parameters: the parameters of this rank, by name.
-        stages: indices of the stages that own each parameter of the model, by each of its names.
+        stages: indices of the stages that own each parameter of the full model, by name; a tied
+            parameter has an entry for each of its names.
         devices: this rank's view of the devices.
         dtype: dtype of norms, equal on all ranks.
     """
@@ -206,7 +207,8 @@ def _compute_norm_on_mesh(tensors: list[Tensor], norm_type: float) -> Tensor:
 
 
 def _make_storage_key(tensor: Tensor) -> Hashable:
-    """Return (storage, offset, size) of the local shard or, of a sparse tensor, the `id`."""
+    """Return a hashable key of a tensor's memory: (storage, offset, size) of the local shard, or
+    the `id` of a sparse tensor."""
     local = detached_local(tensor)
     if local.layout is not torch.strided:
         return id(tensor)

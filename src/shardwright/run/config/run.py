@@ -168,7 +168,7 @@ class Run:
     def last_step(self, start: Position) -> int:
         """Return the last step of a run that resumes at `start`, counted from 1 over all epochs.
 
-        Steps before `start` count as `start.step`, even if they had another batch size.
+        Assumes `start.step` steps before `start`, even if these had another batch size.
         """
         settings = self.config.train
         # `train.steps` counts from the first step of the run, also after it has resumed.

@@ -18,8 +18,8 @@ class PadToMultiple:
     """A `collate_fn` that pads samples to the longest of the batch, rounded up to a multiple.
 
     The loss of a language model is unchanged if labels are padded with -100 (and, unless attention
-    is causal, the attention mask with 0). If `dataset_strategy` gives each rank its own samples,
-    ranks do not know the lengths on other ranks: use a multiple that no sample exceeds.
+    is causal, the attention mask with 0). All ranks must pad to the same length, so if
+    `dataset_strategy` gives each rank its own samples, use a multiple that no sample exceeds.
 
     Args:
         values: padding value of each padded field, by name; padding extends dimension 0.

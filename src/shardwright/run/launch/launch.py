@@ -1,6 +1,6 @@
 """Launch ranks as local processes, and restart them after failures.
 
-Ranks get the same environment variables as from torchrun, so they need not know their launcher.
+Ranks get the environment variables that torchrun sets, so scripts for torchrun run unchanged.
 Rank N writes to `<log folder>/1/rank.N/stdout` and `stderr`. If a rank fails or is killed, the
 others are terminated, and all are restarted if requested; with `launch_elastic`, on the remaining
 devices. If the launcher itself is killed, its ranks are killed too.

@@ -1,7 +1,7 @@
 """Measure the cluster `local`: processes that share the CPU of this machine.
 
-While one process waits, the others use its share of the cores, so a step lasts as long as the CPU
-time of all processes together. CPU time is measured while all processes run the same work: matrix
+While one process waits, the others use its cores, so a step takes the sum of the CPU times of all
+processes. CPU time is measured while all processes run the same work: matrix
 products, operators on long vectors, large all-reduces, and training steps of a small model with
 several shardings. Overheads of operators, messages and passes are then fitted to these steps.
 """

@@ -136,7 +136,7 @@ class GridComparison:
         self.tokens = data.batch_size * data.seq_length
 
     def alternatives(self) -> Iterator[Alternative]:
-        """Yield the expert's, the automatic and all other plans of the model, each with its
+        """Yield the expert plan, the automatic plan and all other plans of the model, each with its
         predicted step time in seconds and peak memory in bytes."""
         degrees, plan = self.expert()
         expert = self._predict_alternative(EXPERT, degrees, plan)
@@ -176,7 +176,7 @@ class GridComparison:
         the limit.
 
         Args:
-            expert: the expert's alternative, which competes with the plans of the grid.
+            expert: the expert plan, which competes with the plans of the grid.
             planned_points: plans of the grid that have already been made, by degrees of
                 parallelism.
         """

@@ -268,8 +268,8 @@ def _block_ops_to_recompute(
 ) -> Iterator[tuple[str, Recompute]]:
     """Yield the operators that torchtitan's selective checkpointing recomputes, by name.
 
-    These are all operators of a block except attention and every second matrix product. The block
-    is the recomputed segment.
+    These are all operators of a block except attention and every second matrix product. Each block
+    is one checkpointed segment.
     """
     products = dict.fromkeys(blocks, 0)
     for op in graph.ops:
@@ -289,9 +289,9 @@ def _attention_ops_to_recompute(
 ) -> Iterator[tuple[str, Recompute]]:
     """Yield the operators that Megatron-LM's selective checkpointing recomputes, by name.
 
-    These are the operators from the first to the last matrix product of explicit attention; the
-    block is the recomputed segment (Korthikanti et al., "Reducing activation recomputation in large
-    transformer models", 2022). Fused attention recomputes its scores by itself.
+    These are the operators from the first to the last matrix product of unfused attention
+    (Korthikanti et al., "Reducing activation recomputation in large transformer models", 2022);
+    each block is one checkpointed segment. Fused attention recomputes its scores by itself.
     """
     ops_of_block: dict[str, list[Op]] = {}
     for op in graph.ops:

@@ -1,8 +1,8 @@
 """Peak memory of a published run, with the tensors that the run's framework allocates.
 
-A dry run measures what a plan of this program allocates. Frameworks differ in what they store
-(`Software`): dtype of gradients, copies of logits in the loss, and saved activations, which fused
-kernels and a regather in the backward pass reduce.
+A dry run measures the memory of the plan in Shardwright. The framework that trained the run may
+need more or less (`Software`): gradients in another dtype, other copies of logits in the loss, and
+fewer saved activations with fused kernels or a regather in the backward pass.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def framework_peak_bytes(
     """Return the peak memory of a published run: bytes per device of the stage with most memory.
 
     Args:
-        memory: memory of the same plan in this program, as measured by dry runs.
+        memory: memory of the same plan in Shardwright, as measured by dry runs.
         partitioned: the partitioned model of the plan.
         software: memory settings of the framework that trained the run.
         recomputes: whether blocks are recomputed, so that they save only their inputs.
@@ -116,7 +116,7 @@ def _gathered_activation_bytes(chunk: Chunk) -> Iterator[float]:
     """Yield the bytes per device that Megatron-LM saves by regathering an input of linear layers.
 
     With sequence parallelism Megatron-LM keeps only the shard of an all-gathered input, and gathers
-    it again in the backward pass, during the gradient of the input (Korthikanti et al., "Reducing
+    it again in the backward pass, overlapped with the input gradient (Korthikanti et al., "Reducing
     activation recomputation in large transformer models", 2022).
     """
     gathered = {}
@@ -173,7 +173,7 @@ def saved_producers(
 
 
 def _excess_loss_bytes(stage: StageMemory, chunks: Iterable[Chunk], software: Software) -> int:
-    """Return the additional bytes of this program's loss over the published framework's, at the
+    """Return by how many bytes Shardwright's loss exceeds the published framework's loss at the
     peak of `stage`; 0 if memory does not peak in the backward pass of the loss."""
     if software.logit_bytes is None:
         return 0

@@ -57,8 +57,8 @@ def _accepted_keys(*names: str) -> AliasChoices:
 
 
 EXPLICIT_KERNELS = ("torch", "fused")
-"""Attention kernels of runs with separate operators: PyTorch's, or with Megatron-LM's fused scaled
-masked softmax between the two matrix products (Hagemann et al., arXiv:2311.05610)."""
+"""Kernels of unfused attention: PyTorch's, or with Megatron-LM's fused scaled masked softmax
+between the two matrix products (Hagemann et al., arXiv:2311.05610)."""
 
 EXPLICIT_ATTENTION_SOURCES = ("2104.04473",)
 """arXiv ids of publications without fused attention: Narayanan et al., 2021 (Megatron-LM)."""
@@ -118,7 +118,7 @@ class PublishedRun(BaseModel, strict=True, frozen=True):
         chunks: number of chunks of each stage (virtual stages).
         schedule: name of the pipeline schedule; by default 1F1B, interleaved with several chunks.
         layers_of_stages: number of blocks of each stage, or of each chunk; by default equal.
-        attention: `explicit` for separate operators, or the name of a fused kernel.
+        attention: `explicit` for unfused attention, or the name of a fused kernel.
         kernel: name of the attention kernels, such as `fa2`; None for those of the cluster.
         framework: name of the training framework; by default read from `source`.
         hf: further arguments of the `transformers` configuration, for families built on it.

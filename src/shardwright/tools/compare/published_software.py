@@ -1,7 +1,7 @@
 """Select the framework variant of a cluster, the kernel figures and the memory of a published run.
 
-The selection uses only names in the row, never its measured throughput: the row names its kernel,
-and the row or its source names the framework.
+Only names in the run's row of the data file select, never its measured throughput: the row names
+the kernel, and the row or its publication names the framework.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from shardwright.tools.compare.published_rows import PublishedRun
 
 @dataclass(frozen=True)
 class Software:
-    """Memory of a training framework on a device, where it differs from that of this program.
+    """Memory of a training framework on a device, where it differs from Shardwright's.
 
     Args:
         parameter_dtype: dtype in which parameters and optimizer state are stored, `float32` or
             `bfloat16`.
         gradient_bytes: bytes per element of gradients of float32 parameters.
-        logit_bytes: bytes per local logit that are alive in the backward pass of the loss; None for
-            those of this program.
+        logit_bytes: bytes per local logit that are alive in the backward pass of the loss; None if
+            equal to Shardwright's.
         fuses_activations: whether a kernel computes an activation function and the product with its
             result, and saves the inputs of both.
         gathers_again: whether only the shard of an all-gathered input of a linear layer is saved,
@@ -58,19 +58,19 @@ AUTOMODEL = Software(
 )
 """Memory settings of NeMo Automodel.
 
-`from_config` builds models in bfloat16, which FSDP2 and Adam keep, and the loss of its benchmarks
-has bfloat16 logits (`fp32_upcast: false`): logits, log-probabilities, gradient.
-Gradients of mixtures of experts are reduced after the last micro-batch (`defer_fsdp_grad_sync`),
-until when parameters are not resharded (`reshard_after_forward: false`): most of them are those of
-experts, which are not sharded by FSDP."""
+`from_config` builds models in bfloat16; parameters and Adam's state stay in bfloat16. In the loss
+of its benchmarks logits, log-probabilities and gradient are in bfloat16 (`fp32_upcast: false`).
+FSDP reduces the gradients of mixtures of experts only after the last micro-batch
+(`defer_fsdp_grad_sync`), and keeps gathered parameters until then (`reshard_after_forward: false`).
+"""
 
 LLM_FOUNDRY = Software(logit_bytes=4)
-"""Memory settings of llm-foundry: its loss, of FlashAttention, reads bfloat16 logits and overwrites
-them with their gradient (`fused_crossentropy`), in a second copy at most."""
+"""Memory settings of llm-foundry: FlashAttention's cross entropy (`fused_crossentropy`) needs at
+most two copies of the bfloat16 logits, and writes their gradient into one of them."""
 
 ALEPH_ALPHA = Software(gradient_bytes=2)
-"""Memory settings of Hagemann et al. (arXiv:2311.05610): bfloat16 gradients, without which none of
-their layouts with 15 billion parameters on a device of 80 GB would have run."""
+"""Memory settings of Hagemann et al. (arXiv:2311.05610): bfloat16 gradients, inferred from their
+runs with 15 billion parameters on a device of 80 GB, which would not fit with float32 gradients."""
 
 # `automodel` comes before `nemo`, a word that names of NeMo Automodel contain too.
 SOFTWARE: Mapping[str, Software] = {
@@ -112,16 +112,18 @@ MACHINES = {
 """Cluster name suffix of the machines of a publication, by a word in the row's `source`."""
 
 MODEL_HARDWARE = "h100"
-"""Hardware whose variants have the figures of frameworks that other hardware has no variant of."""
+"""Hardware from which a framework's figures are taken if the hardware of the run has no cluster
+file for this framework."""
 
 FRAMEWORK_FIGURES = (
     *("pointwise_traffic", "overlaps_parameters", "overlaps_products", "overlap_slowdown"),
     *("sends_routed_tokens", "sends_tokens_once", "routing_traffic", "reduction_traffic"),
 )
-"""Device parameters that a framework has on any hardware: what its kernels fuse and overlap."""
+"""Device parameters that depend on the framework but not on the hardware: what kernels fuse and
+overlap."""
 
 ATTENTION_FIGURES = ("attention_efficiency", "attention_half", "attention_head_half")
-"""Device parameters that a framework's attention kernels also have on hardware of equal rates."""
+"""Device parameters of attention kernels, valid for all hardware with the same peak rates."""
 
 COMPOSED_NORMS = 14.0
 """`norm_traffic` of norms without a fused kernel: memory traffic relative to the fused kernel.
@@ -206,8 +208,10 @@ def _cluster_with_framework(run: PublishedRun) -> Cluster:
 
 
 def _with_figures_of(variant: Cluster, hardware: str) -> Cluster:
-    """Return the cluster of `hardware` with the software of `variant`, a cluster of
-    `MODEL_HARDWARE`: with all figures in which `variant` differs from plain `MODEL_HARDWARE`."""
+    """Return the cluster of `hardware` with the framework of `variant`, a cluster of
+    `MODEL_HARDWARE`.
+
+    Copies the framework's figures in which `variant` differs from the plain `MODEL_HARDWARE`."""
     cluster, plain = load_cluster(hardware), load_cluster(MODEL_HARDWARE).device
     has_equal_rates = cluster.device.rates == plain.rates
     names = (*FRAMEWORK_FIGURES, *(ATTENTION_FIGURES if has_equal_rates else ()))

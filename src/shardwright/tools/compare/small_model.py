@@ -56,9 +56,8 @@ class SmallSharding:
 def shardings(processes: int) -> tuple[SmallSharding, ...]:
     """Return the shardings to measure with `processes` processes.
 
-    The shardings vary recomputation on one device and with data parallelism, FSDP, and the degrees
-    of data, tensor and pipeline parallelism. The last combination of degrees also has a variant
-    with more micro-batches.
+    One device and data parallelism, each with and without recomputation; FSDP; all combinations of
+    data, tensor and pipeline parallelism, the last also with more micro-batches.
     """
     combinations = [
         SmallSharding(processes // stages // tensor, tensor, stages)

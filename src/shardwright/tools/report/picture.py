@@ -70,8 +70,8 @@ def picture(layout: TensorLayout) -> Picture:
 
 
 def _iterate_axis_borders(mesh: DeviceMatrix, axes: Axes) -> Iterator[Border]:
-    """Yield the borders between the blocks of a dimension, by outermost axes first; inner axes that
-    would give more than `MAX_BLOCKS` blocks are left out."""
+    """Yield the borders between the blocks of a dimension, those of the outermost axis first; inner
+    axes that would give more than `MAX_BLOCKS` blocks are left out."""
     blocks = 1
     for axis in axes:
         outer, blocks = blocks, blocks * mesh.device_matrix[axis]

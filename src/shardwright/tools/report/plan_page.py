@@ -278,7 +278,8 @@ def _memory_chart(plan: PlanData) -> Chart:
 
 
 def _iterate_memory_curves(plan: PlanData) -> Iterator[Curve]:
-    """Yield the memory of each stage's devices over time, with the limit if it is near the peak."""
+    """Yield a chart of memory over time for each stage, with the limit line if it is near the
+    peak."""
     memory, limit = plan.known_memory, plan.memory_limit
     if memory is None:
         return
