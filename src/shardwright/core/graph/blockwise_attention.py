@@ -263,8 +263,8 @@ def has_flash(query: Tensor, value: Tensor) -> bool:
 
 
 def _make_flash_window_arguments(window: int | None, scale: float | None) -> dict[str, Any]:
-    """Return the keyword arguments of a flash kernel for a sliding window; the kernel does not
-    count a query's own position."""
+    """Return the keyword arguments of a flash kernel for a sliding window. The kernel's window
+    excludes the query's own position."""
     assert window is not None
     return {"scale": scale, "window_size_left": window - 1, "window_size_right": 0}
 

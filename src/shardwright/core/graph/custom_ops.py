@@ -195,7 +195,7 @@ with_gradient_of.register_autograd(lambda ctx, gradient: (gradient, None))
 
 
 Steps = tuple[tuple[str, tuple[Any, ...], tuple[tuple[str, Any], ...]], ...]
-"""Function of one tensor as data: (operator, arguments, keyword arguments) of each step.
+"""A function of one tensor as a list of steps: (operator, arguments, keyword arguments).
 
 Operators are ATen names such as `aten.mul.Tensor`, or `getitem`. Among the arguments, `"%0"` is the
 input tensor and `"%1"` the result of the first step."""
@@ -358,7 +358,7 @@ def masked_attention(
 
 
 def run_steps(steps: Steps, x: Tensor) -> Tensor:
-    """Apply a function of one tensor, given as data, to `x`."""
+    """Apply `steps` to `x`, and return the result of the last step."""
     results: list[Any] = [x]
     for name, args, kwargs in steps:
         arguments = tuple(results[int(a[1:])] if _is_step_reference(a) else a for a in args)

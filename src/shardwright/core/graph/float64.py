@@ -267,7 +267,7 @@ def grouped_product(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Compute `torch._grouped_mm`; for groups of rows, in float64 too."""
+    """Compute `torch._grouped_mm`; unlike PyTorch's, groups of rows may be float64."""
     # Other forms are left to PyTorch's operator, which has no float64 kernel.
     if offs is None or bias is not None or (mat_a.ndim, mat_b.ndim) != (2, 3):
         product: Tensor = GROUPED_MM(mat_a, mat_b, offs, bias, out_dtype)

@@ -20,7 +20,8 @@ ONCE_PER_BATCH = (
     " summed (`loss_reduction='sum'`) are calls of their own\n"
     "plan with loss_reduction='mean', or with micro_batches=1"
 )
-"""Error message for a call that depends on Python state, but would run once per micro-batch."""
+"""Error message for a model that reads or changes Python state, if each micro-batch would be a
+separate call."""
 
 
 def number_tensor(number: float | bool) -> Tensor:
@@ -68,7 +69,8 @@ class PythonCall:
 
     @property
     def depends_on_calls(self) -> bool:
-        """Whether Python state makes two calls with halves of a batch differ from one full call."""
+        """Whether the call reads or changes Python state, so that two calls with halves of a batch
+        may differ from one call with the full batch."""
         return self.changes_objects or bool(self.current)
 
     @property
