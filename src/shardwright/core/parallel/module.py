@@ -55,7 +55,8 @@ COMPILE_REMEDY = "call `net.compile()`, which compiles the programs of a planned
 
 
 class Copyable:
-    """Mixin for deep copies of planned models; raises on pickling, as process groups are local."""
+    """Mixin that deep-copies planned models, and rejects pickling, since a planned model refers to
+    process groups of this process."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Copy the model with its shards; the copy runs the same programs. Not collective."""
@@ -89,7 +90,11 @@ class Copyable:
 
 
 def _get_names_ignored_by_ddp(net: ParallelModule) -> tuple[str, ...]:
-    """Return () as the parameters that DDP ignores; raise an error on several devices."""
+    """Return no names, so that DDP can wrap a planned model on one device.
+
+    Raises:
+        PlanError: on several devices, since the planned model reduces its gradients itself.
+    """
     if net.execution.devices.is_distributed:
         raise PlanError(
             f"DistributedDataParallel wraps the planned {type(net).__name__}, which reduces its"

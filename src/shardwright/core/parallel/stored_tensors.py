@@ -278,7 +278,7 @@ def _collect_parameters_and_buffers(module: nn.Module) -> dict[str, Tensor]:
 def _pop_unreplaced_tensors(
     tensors: dict[str, Tensor], plan: StoragePlan
 ) -> dict[str, nn.Parameter]:
-    """Remove the tensors that need not be replaced from `tensors`; return the removed parameters.
+    """Remove the tensors that stay in the module from `tensors`; return the removed parameters.
 
     Buffers that are already on the device are not replaced. Parameters on one device are not
     replaced either; their data is moved to the device.
