@@ -129,6 +129,6 @@ def layout_sets(
 
 @cache
 def union_of_reads(first: ReadLayouts, second: ReadLayouts) -> ReadLayouts:
-    """Return, per choice, the union of the layouts in which two inputs of an operator read a
-    value."""
+    """Return, for each choice, the layouts in which an operator reads a value that is two of its
+    inputs: the union of the layouts of both."""
     return tuple(a | b for a, b in zip(first, second, strict=True))

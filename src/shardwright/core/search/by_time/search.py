@@ -44,9 +44,9 @@ communication exposed. Larger values found no better plans for language models o
 devices."""
 
 MAX_COST_RATIO = 1.1
-"""Maximum objective, relative to the lowest objective, at which cuts found without copying choices
-between axes are returned too. The objective differs by less than this ratio from the step time
-predicted for a full plan."""
+"""Maximum objective, relative to the lowest objective, of the second cuts that a search returns:
+the best found without copying choices between axes. The predicted step times of full plans may rank
+cuts within this ratio differently."""
 
 MIN_GAIN = 1e-9
 """Minimum relative decrease of the objective for a change to be applied; above rounding errors."""

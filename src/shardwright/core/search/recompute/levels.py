@@ -34,15 +34,15 @@ is mostly activations."""
 
 MIN_ACTIVATION_RATIO = 0.75
 """Minimum expected ratio of the bytes of activations in a dry run to their estimate, for stages
-whose memory is mostly not activations."""
+whose memory is mostly parameters, gradients and optimizer state."""
 
 
 FULL_BLOCK_OPTIONS = ("block", "block_and_communication")
 """Names of the options that recompute all operators of a block at once."""
 
 UNIFORM_OPTIONS = ("lean", "cheap", *FULL_BLOCK_OPTIONS)
-"""Names of the options that form a level of their own, in which all blocks take the option, as
-users configure by hand."""
+"""Names of the options for which there is a level in which all blocks take the option, as in
+configurations written by hand."""
 
 
 class StageLevels:

@@ -123,9 +123,10 @@ class Recursion:
         return level.choices
 
     def _undecided_ops_in_order(self, level: AxisLevel) -> list[int]:
-        """Return the undecided main operators in the order of decision, embeddings last.
+        """Return the undecided main operators in the order of decision.
 
-        The cost of an embedding does not include the operators that would follow its choice.
+        Embeddings come last, since their cost does not include the operators that would follow
+        their choice.
         """
         op_types = self.graph.op_types
         undecided = [op for op in self.graph.main if level.choices[op] == UNDECIDED]
