@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
-from shardwright.core.agreement.collective import is_rank_0
+from shardwright.core.agreement.collective import has_other_ranks, is_rank_0
 from shardwright.core.api.parallelize import parallelize
 from shardwright.core.checkpoint.state_dict_file import load_state_dict
 from shardwright.core.checkpoint.torch_file import unwritable_error
@@ -420,6 +420,9 @@ def _save_random_states(models: list[nn.Module], weights: list[Any], folder: str
 
 def _load_model_shards(models: list[nn.Module], folder: str) -> None:
     """Load this rank's shards and the random states of planned models from a folder."""
+    # `save_state` returns on other ranks before rank 0 has written its files.
+    if has_other_ranks():
+        dist.barrier()
     file = Path(folder, RANDOM_FILE)
     if file.is_file():
         content = parse_json(read_text(file, CheckpointError), str(file), CheckpointError)

@@ -28,8 +28,10 @@ require_version("lightning", OLDEST_LIGHTNING, "shardwright.integrations.lightni
 
 from lightning.fabric.utilities.optimizer import _optimizers_to_device  # noqa: E402
 from lightning.pytorch import strategies  # noqa: E402
+from lightning.pytorch.callbacks import StochasticWeightAveraging  # noqa: E402
 from lightning.pytorch.core.optimizer import LightningOptimizer  # noqa: E402
 from lightning.pytorch.trainer.states import TrainerFn  # noqa: E402
+from lightning.pytorch.utilities.seed import isolate_rng  # noqa: E402
 
 from shardwright.integrations.lightning_common import PlannedModelsStrategy  # noqa: E402
 
@@ -60,6 +62,12 @@ class ShardwrightStrategy(PlannedModelsStrategy, DDPStrategy):  # type: ignore[m
 
     # Setup
 
+    def setup_environment(self) -> None:
+        # `DDPStrategy` repeats the user's `seed_everything`, after which a shuffled loader would
+        # draw another order than on one process.
+        with isolate_rng(include_cuda=False):
+            super().setup_environment()
+
     def setup(self, trainer: Any) -> None:
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
@@ -67,6 +75,11 @@ class ShardwrightStrategy(PlannedModelsStrategy, DDPStrategy):  # type: ignore[m
             self._planned_models.shard(self.model, self.root_device, self._unwrapped_optimizers)
         self.model_to_device()
         self._planned_models.count_once(self.model)
+        for callback in trainer.callbacks:
+            if isinstance(callback, StochasticWeightAveraging) and callback._average_model:
+                # Lightning copies the averages into the parameters while autograd records, which
+                # sharded parameters allow only for tensors without gradients.
+                callback._average_model.requires_grad_(False)
         if self._planned_models.shards.count == 1:
             # The order of one process: `process_dataloader` makes it equal on all ranks.
             trainer._accelerator_connector.use_distributed_sampler = False

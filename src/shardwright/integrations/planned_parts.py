@@ -6,7 +6,9 @@ not planned, but the modules that the step calls: itself, by `self(x)`, or some 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,11 @@ from torch.optim import Optimizer
 from shardwright.core.api.parallelize import parallelize
 from shardwright.core.parallel.module import ParallelModule
 from shardwright.core.plan import Plan
-from shardwright.core.runtime.adopt_optimizer import adopt_parameters_of_model
+from shardwright.core.runtime.adopt_optimizer import (
+    adopt_parameters_of_model,
+    origin_of,
+    planned_parameters_by_origin,
+)
 from shardwright.errors import PlanError
 from shardwright.integrations.plan_on_call import (
     USER_CLASS,
@@ -81,6 +87,7 @@ class PlannedModels:
         def adopted(parallel: ParallelModule) -> None:
             for optimizer in optimizers():
                 adopt_parameters_of_model(optimizer, parallel)
+            _toggle_planned_parameters(net, parallel)
             train_stages_in_calls(parallel)
 
         if self._plan is not None:
@@ -95,7 +102,8 @@ class PlannedModels:
             has_parameters = any(True for _ in candidate.parameters())
             # The temporary class shows that the module has been prepared before.
             if has_parameters and USER_CLASS not in vars(type(candidate)):
-                plan_on_first_call(candidate, self._options, device, adopted)
+                context = partial(_without_toggled_optimizer, net)
+                plan_on_first_call(candidate, self._options, device, adopted, context)
 
     def move_modules_without_parameters(self, net: nn.Module, device: torch.device) -> None:
         """Move modules without parameters, such as metrics, to the device of this rank."""
@@ -148,6 +156,41 @@ class PlannedModels:
             # Lightning stacks the tensors of ranks along dimension 0.
             return value.unsqueeze(0)
         return gather(value, group=self._group, sync_grads=sync_grads)
+
+
+def _toggle_state(net: nn.Module) -> dict[nn.Parameter, bool]:
+    """Return the `requires_grad` values that `LightningModule.toggle_optimizer` restores later."""
+    state: dict[nn.Parameter, bool] = getattr(net, "_param_requires_grad_state", {})
+    return state
+
+
+@contextmanager
+def _without_toggled_optimizer(net: nn.Module) -> Iterator[None]:
+    """Context in which no parameter of `net` is frozen by `toggle_optimizer`.
+
+    A step toggles before the first call of a model, which would be planned as if it were frozen.
+    """
+    state = _toggle_state(net)
+    toggled = {parameter: parameter.requires_grad for parameter in state}
+    for parameter, requires_grad in state.items():
+        parameter.requires_grad_(requires_grad)
+    try:
+        yield
+    finally:
+        for parameter, requires_grad in toggled.items():
+            parameter.requires_grad_(requires_grad)
+
+
+def _toggle_planned_parameters(net: nn.Module, parallel: ParallelModule) -> None:
+    """Freeze planned parameters as the ones that they replace, and let `untoggle_optimizer` restore
+    them."""
+    planned = planned_parameters_by_origin(parallel)
+    state = _toggle_state(net)
+    for parameter in list(state):
+        new = planned.get(origin_of(parameter))
+        if new is not None and new is not parameter:
+            new.requires_grad_(parameter.requires_grad)
+            state[new] = state.pop(parameter)
 
 
 def _find_module_of_plan(net: nn.Module, plan: Plan) -> nn.Module:

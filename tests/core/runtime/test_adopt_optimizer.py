@@ -50,6 +50,23 @@ def test_an_adopted_optimizer_trains_the_parallel_module() -> None:
     assert net(*args).item() == pytest.approx(before, rel=1e-6)
 
 
+def test_an_adopted_optimizer_that_keeps_a_reference_to_its_parameters_trains_them() -> None:
+    net, args, kwargs = mlp()
+    optimizer = torch.optim.LBFGS(net.parameters(), lr=0.1, max_iter=2)
+    parallel = sw.parallelize(net, sw.plan(net, args, kwargs, devices=1))
+    sw.adopt(optimizer, parallel)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss: torch.Tensor = parallel(*args)
+        loss.backward()
+        return loss
+
+    before = parallel(*args).item()
+    optimizer.step(closure)
+    assert parallel(*args).item() < before
+
+
 def test_an_optimizer_may_be_adopted_twice_and_by_a_second_parallel_module() -> None:
     net, parallel = parallel_mlp()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)

@@ -16,7 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import (
+    clip_grad_norm_,
+    clip_grad_value_,
+    clip_grads_with_norm_,
+    get_total_norm,
+)
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -135,6 +140,25 @@ JOINT: tuple[Sequence[str], ...] = (
 )
 
 
+def check_lists_made_before_planning_clip_the_planned_parameters() -> None:
+    for stages in (1, 2):
+        alone, net = model(), model()
+        listed = list(net.parameters())
+        sw.parallelize(net, sw.plan(net, batch(), devices=4, stages=stages, micro_batches=stages))
+        for select in (slice(None), slice(1)):
+            net.zero_grad()
+            alone.zero_grad()
+            net.train_step(*batch())
+            alone(*batch()).backward()
+            norm = clip_grad_norm_(listed[select], 0.1)
+            wanted = clip_grad_norm_(list(alone.parameters())[select], 0.1)
+            torch.testing.assert_close(full(norm), wanted)
+            assert_equal_gradients([(net, alone)])
+        clip_grad_value_(listed, 1e-3)
+        clip_grad_value_(alone.parameters(), 1e-3)
+        assert_equal_gradients([(net, alone)])
+
+
 def check_models_of_all_kinds_are_clipped_by_one_call() -> None:
     for kinds in JOINT:
         for norm_type in (2.0, math.inf):
@@ -180,6 +204,7 @@ CHECKS = (
     check_norms_over_stages_are_those_of_one_device,
     check_a_submodule_of_one_stage_is_clipped_by_its_norm,
     check_one_parameter_is_clipped_by_its_own_norm_on_the_ranks_that_have_it,
+    check_lists_made_before_planning_clip_the_planned_parameters,
     check_models_of_all_kinds_are_clipped_by_one_call,
     check_a_norm_is_computed_and_applied_in_two_calls,
     check_what_has_no_finite_norm_is_refused_on_all_ranks,

@@ -46,7 +46,7 @@ class ParameterOrigin:
             path, _, leaf = self.name.rpartition(".")
             parameter = getattr(model.get_submodule(path), leaf, None)
             # The user may have replaced the parameter of this name since planning.
-            if isinstance(parameter, nn.Parameter) and _get_parameter_origin(parameter) is self:
+            if isinstance(parameter, nn.Parameter) and origin_of(parameter) is self:
                 yield parameter
 
 
@@ -64,7 +64,7 @@ def mark_origins(module: nn.Module, planned: nn.Module) -> dict[str, ParameterOr
     for name, parameter in module.named_parameters():
         # A model that was planned before, with `copy=True`, keeps its origins, which all copies
         # share.
-        origins[name] = parameter.origin = _get_parameter_origin(parameter) or ParameterOrigin(name)  # type: ignore[attr-defined]
+        origins[name] = parameter.origin = origin_of(parameter) or ParameterOrigin(name)  # type: ignore[attr-defined]
         origins[name].models.update((module, planned))
     return origins
 
@@ -109,9 +109,7 @@ def adopt(optimizer: AnyOptimizer, net: nn.Module) -> AnyOptimizer:
             "optimizer before its first step, or create it from the parameters of the planned model"
         )
     planned = list(net.parameters())
-    planned_by_origin = {_get_parameter_origin(parameter): parameter for parameter in planned}
-    # Parameters that were registered after planning have no origin.
-    planned_by_origin.pop(None, None)
+    planned_by_origin = planned_parameters_by_origin(net)
     # Origins of all stages: parameters of other stages are removed, unknown parameters rejected.
     model_origins = frozenset[ParameterOrigin]().union(
         *(getattr(p, "model_origins", ()) for p in planned)
@@ -120,7 +118,7 @@ def adopt(optimizer: AnyOptimizer, net: nn.Module) -> AnyOptimizer:
     for number, group in enumerate(optimizer.param_groups):
         parameters = []
         for index, parameter in enumerate(group["params"]):
-            origin = _get_parameter_origin(parameter)
+            origin = origin_of(parameter)
             if origin not in model_origins:
                 raise PlanError(
                     f"parameter {index} of group {number} of the optimizer, of shape "
@@ -133,8 +131,8 @@ def adopt(optimizer: AnyOptimizer, net: nn.Module) -> AnyOptimizer:
         groups.append(parameters)
     # Only after all checks, so that an error leaves the optimizer unchanged.
     for group, parameters in zip(optimizer.param_groups, groups, strict=True):
-        # In place: the options of a group, such as its learning rate, are in the same dictionary.
-        group["params"] = parameters
+        # In place, since some optimizers, such as LBFGS, keep a reference to the list.
+        group["params"][:] = parameters
     return optimizer
 
 
@@ -148,16 +146,14 @@ def adopt_parameters_of_model(optimizer: Optimizer, net: nn.Module) -> None:
         optimizer: optimizer over parameters of models, before its first step.
         net: a planned model.
     """
-    planned = {_get_parameter_origin(parameter): parameter for parameter in net.parameters()}
-    # Parameters that were registered after planning have no origin.
-    planned.pop(None, None)
+    planned = planned_parameters_by_origin(net)
     model_origins = frozenset[ParameterOrigin]().union(
         *(getattr(parameter, "model_origins", ()) for parameter in net.parameters())
     )
     for group in optimizer.param_groups:
         parameters = []
         for parameter in group["params"]:
-            origin = _get_parameter_origin(parameter)
+            origin = origin_of(parameter)
             # None for a parameter of this model that another stage owns.
             new = planned.get(origin) if origin in model_origins else parameter
             if new is not parameter and parameter in optimizer.state:
@@ -167,20 +163,31 @@ def adopt_parameters_of_model(optimizer: Optimizer, net: nn.Module) -> None:
             # Parameters of other pipeline stages are left out.
             if new is not None:
                 parameters.append(new)
-        group["params"] = parameters
+        # In place, since some optimizers, such as LBFGS, keep a reference to the list.
+        group["params"][:] = parameters
 
 
-def _get_parameter_origin(parameter: Tensor) -> ParameterOrigin | None:
+def origin_of(parameter: Tensor) -> ParameterOrigin | None:
+    """Return the `ParameterOrigin` of a parameter; None if its model has not been planned."""
     return getattr(parameter, "origin", None)
+
+
+def planned_parameters_by_origin(net: nn.Module) -> dict[ParameterOrigin | None, nn.Parameter]:
+    """Return the parameters of a planned model by their origins."""
+    planned = {origin_of(parameter): parameter for parameter in net.parameters()}
+    # Parameters that were registered after planning have no origin.
+    planned.pop(None, None)
+    return planned
 
 
 def is_trained_in_original(parameter: Tensor) -> bool:
     """Whether a parameter of the original model has a gradient, or was trained by an optimizer."""
-    origin = _get_parameter_origin(parameter)
+    origin = origin_of(parameter)
     return parameter.grad is not None or (origin is not None and origin.trained_in_original)
 
 
-def _is_planned_parameter(parameter: Tensor) -> bool:
+def is_planned_parameter(parameter: Tensor) -> bool:
+    """Whether `parallelize` has created a parameter."""
     return hasattr(parameter, "model_origins")
 
 
@@ -199,7 +206,7 @@ def _refuse_steps_of_unused_optimizers() -> None:
         parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
         first = next(parameters, None)
         # The hook runs for every optimizer of the process, also for those of other models.
-        if closure is not None or first is None or _get_parameter_origin(first) is None:
+        if closure is not None or first is None or origin_of(first) is None:
             return
         # The iterator has already yielded `first`.
         _check_parameters_have_gradients(type(optimizer).__name__, [first, *parameters])
@@ -208,10 +215,8 @@ def _refuse_steps_of_unused_optimizers() -> None:
 
 
 def _check_parameters_have_gradients(optimizer: str, parameters: Iterable[Tensor]) -> None:
-    parameters_with_origin = [
-        (p, origin) for p in parameters if (origin := _get_parameter_origin(p))
-    ]
-    is_planned = _is_planned_parameter(parameters_with_origin[0][0])
+    parameters_with_origin = [(p, origin) for p in parameters if (origin := origin_of(p))]
+    is_planned = is_planned_parameter(parameters_with_origin[0][0])
     # One gradient suffices: parameters that a backward pass did not reach have none either.
     if any(parameter.grad is not None for parameter, _ in parameters_with_origin):
         # Remembered, as `zero_grad` removes the gradients after the step.
@@ -221,7 +226,7 @@ def _check_parameters_have_gradients(optimizer: str, parameters: Iterable[Tensor
     for _, origin in parameters_with_origin:
         # Gradients of the other model only, planned or original, show that the two were confused.
         counterparts = (
-            p for p in origin.parameters_of_models() if _is_planned_parameter(p) != is_planned
+            p for p in origin.parameters_of_models() if is_planned_parameter(p) != is_planned
         )
         if any(parameter.grad is not None for parameter in counterparts):
             raise PlanError(_make_missing_gradients_message(optimizer, origin.name, is_planned))

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shardwright.core.runtime.adopt_optimizer import is_planned_parameter, origin_of
 from shardwright.core.runtime.clip_grad import norm_over_devices
 from shardwright.core.runtime.devices import Devices
 from shardwright.core.runtime.dtensor import detached_local
@@ -171,6 +172,25 @@ class TotalNorms:
             mesh = tensor.device_mesh if isinstance(tensor, DTensor) else None
             groups.setdefault(mesh, []).append(tensor)
         return list(groups.values())
+
+    def trained(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """Return `parameters`, with those that planning has replaced exchanged for the new ones.
+
+        A list that is older than the plan has parameters without gradients. Those of other stages
+        are left out.
+        """
+        trained: list[Tensor] = []
+        for parameter in parameters:
+            origin = origin_of(parameter)
+            if parameter.grad is not None or origin is None or is_planned_parameter(parameter):
+                trained.append(parameter)
+                continue
+            planned = [p for p in origin.parameters_of_models() if is_planned_parameter(p)]
+            if not planned and any(model in stage_models() for model in origin.models):
+                continue
+            with_gradient = (p for p in planned if p.grad is not None)
+            trained.append(next(with_gradient, parameter))
+        return trained
 
 
 def _find_models_in_norm_call(

@@ -48,11 +48,15 @@ class Norms(Protocol):
     def groups(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
         """Split tensors into groups that one foreach operator can scale."""
 
+    def trained(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """Return `parameters`, with those that planning has replaced exchanged for the new ones."""
+
 
 def extend_norms(norms: Norms) -> None:
     """Make `clip_grad_norm_` and `get_total_norm` compute total norms by `norms`.
 
-    `clip_grads_with_norm_` then scales each group of `norms.groups` separately. Calls with a
+    `clip_grads_with_norm_` and `clip_grad_value_` then change each group of `norms.groups`
+    separately, and all clip the gradients of `norms.trained`. Calls with a
     single tensor, and calls in compiled functions, are not changed. The change is permanent for the
     process; a second call is ignored.
     """
@@ -62,6 +66,7 @@ def extend_norms(norms: Norms) -> None:
         (nn.utils.clip_grad_norm_, _clip_grad_norm_over_all_devices),
         (nn.utils.get_total_norm, _compute_total_norm_over_all_devices),
         (nn.utils.clip_grads_with_norm_, _clip_grads_of_each_group),
+        (nn.utils.clip_grad_value_, _clip_grads_of_each_group),
     )
     for function, extension in extensions:
         cell = _get_closure_cell_of_implementation(function)
@@ -81,7 +86,8 @@ def _clip_grad_norm_over_all_devices(
     norms: Norms, arguments: CallArguments, source: nn.Module | None, original: Callable[..., Any]
 ) -> Any:
     # `norm_type` may be the text `inf`.
-    parameters, norm_type = arguments["parameters"], float(arguments["norm_type"])
+    parameters, norm_type = norms.trained(arguments["parameters"]), float(arguments["norm_type"])
+    arguments["parameters"] = parameters
     gradients = [p.grad for p in parameters if p.grad is not None]
     norm = norms.total("clip_grad_norm_", parameters, gradients, source, norm_type)
     if norm is None:
@@ -107,8 +113,9 @@ def _compute_total_norm_over_all_devices(
 def _clip_grads_of_each_group(
     norms: Norms, arguments: CallArguments, source: nn.Module | None, original: Callable[..., Any]
 ) -> Any:
-    groups = norms.groups(arguments["parameters"])
-    for group in groups if len(groups) > 1 else [arguments["parameters"]]:
+    parameters = norms.trained(arguments["parameters"])
+    groups = norms.groups(parameters)
+    for group in groups if len(groups) > 1 else [parameters]:
         original(**{**arguments, "parameters": group})
 
 
