@@ -74,8 +74,8 @@ def compare_command(
 ) -> None:
     """Compare the automatic plan with expert configurations.
 
-    Compares the automatic plan with every combination of data, tensor and pipeline parallelism too,
-    by predicted step time. Exit status 1 if an alternative that fits into memory is faster.
+    Also compares with every combination of data, tensor and pipeline parallelism, by predicted step
+    time. Exit status 1 if an alternative that fits into memory is faster.
     """
     if run is not None:
         logs = LogFolder(log_dir)

@@ -23,7 +23,7 @@ class OutputLayer:
     """A copy of a planned model's output layer with full parameters.
 
     Args:
-        layer: the submodule of the planned model, which has shards.
+        layer: the submodule of the planned model, whose parameters are sharded.
         shards: division of the batch into shards over the ranks.
     """
 

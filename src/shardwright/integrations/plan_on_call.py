@@ -131,7 +131,7 @@ def set_class(module: nn.Module, module_class: type[nn.Module]) -> None:
 
 @contextmanager
 def _in_training_mode(net: nn.Module) -> Iterator[None]:
-    """Context in which `net` and its submodules are in training mode; restores their modes."""
+    """Context in which `net` and all submodules are in training mode; restores modes on exit."""
     modes = [(module, module.training) for module in net.modules()]
     net.train()
     try:

@@ -160,14 +160,15 @@ def _unsharded_batch() -> DataShards:
 
 
 LOADER_PARTS = ("base_dataloader", "batch_sampler", "sampler", "dataset")
-"""Attributes of a loader or batch sampler that may have a sampler which divides samples."""
+"""Attributes of a loader or batch sampler that may hold a sampler that divides samples over ranks.
+"""
 
 
 def _iterate_loader_divisions(loader: Any) -> Iterator[tuple[str, tuple[int, int]]]:
     """Yield class name and (number of shards, shard index) of each sampler that divides samples.
 
     `DistributedSampler` has the attributes `num_replicas` and `rank`; samplers and datasets of
-    Accelerate have `num_processes` and `process_index`. Samplers inside batch samplers count too.
+    Accelerate have `num_processes` and `process_index`. Includes samplers inside batch samplers.
     """
     # With a set, because loaders and samplers may refer to each other.
     pending, seen = [loader], set[int]()

@@ -59,7 +59,7 @@ def parallelize_fn(
         options: options of `sw.plan` without a plan, such as `cluster` and `hsdp`.
 
     Raises:
-        PlanError: when the model is sharded, if the configuration asks for pipeline stages, context
+        PlanError: when the model is sharded, if the configuration sets pipeline stages, context
             or expert parallelism of torchtitan, CPU offload, or attention without a plan.
     """
     user_plan = read_plan(plan, options)
@@ -114,7 +114,7 @@ def parallelize_fn(
 
 
 def _check_torchtitan_settings(training: Any, parallelism: Any) -> None:
-    """Raise if the configuration shards the model in ways that `parallelize_fn` cannot follow.
+    """Raise if the configuration shards the model in ways that `parallelize_fn` does not support.
 
     Raises:
         PlanError: for the first unsupported setting.

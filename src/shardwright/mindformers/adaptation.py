@@ -123,7 +123,7 @@ def _read_lora(section: Keys, notes: list[str]) -> LoRA:
 
 
 def _read_unfrozen_patterns(section: Keys) -> list[str]:
-    """Read `freeze_exclude`: patterns of the names of unfrozen parameters, with layers renamed."""
+    """Read `freeze_exclude`: name patterns of trained parameters, in Shardwright's names."""
     patterns: Any = section.any("freeze_exclude") or []
     if not isinstance(patterns, list) or not all(isinstance(each, str) for each in patterns):
         raise section.error(

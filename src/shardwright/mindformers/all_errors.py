@@ -29,10 +29,10 @@ class AllErrors:
         """Call `reader` repeatedly to collect its errors; return its result, or None on an error.
 
         Each call treats one more invalid key as missing. An error whose message names an earlier
-        invalid key may be a consequence, and is dropped.
+        invalid key is dropped, as it may be a consequence.
 
         Raises:
-            UnsupportedModelError: at once.
+            UnsupportedModelError: immediately, as no other error matters then.
         """
         # Ends, because each repetition ignores one more key.
         while True:

@@ -8,7 +8,7 @@ from shardwright.mindformers.keys import Keys
 
 
 def read_dropout(config: Keys, names: Sequence[str], default: float) -> float:
-    """Read the dropout probability, which all keys that the section has must set to one value.
+    """Read the dropout probability; all dropout keys in the section must have the same value.
 
     Args:
         config: the section `model.model_config`.

@@ -75,7 +75,7 @@ class Keys:
     def with_defaults(self, defaults: Mapping[str, Any]) -> Keys:
         """Return a reader of this section that uses `defaults` for missing keys.
 
-        Keys read by the new reader count as read by this reader too.
+        Keys that the new reader reads are recorded as read in this section.
         """
         content = {**defaults, **self.content}
         # `replace` passes on the sets of this reader, so that keys read there count here.

@@ -97,7 +97,7 @@ def read_transformers_model(keys: Keys, notes: list[str]) -> MindFormersModel:
 
 
 def _read_pretrained_config(keys: Keys, model_config: Keys) -> Mapping[str, Any]:
-    """Read the `config.json` in `pretrained_model_dir`; {} if the file has all sizes itself."""
+    """Read the `config.json` in `pretrained_model_dir`; {} if the MindFormers file has sizes."""
     folder = keys.string("pretrained_model_dir")
     if not folder:
         return {}

@@ -45,8 +45,8 @@ def plan_collectively(
     args: tuple[Any, ...] = (),
     kwargs: dict[str, Any] | None = None,
 ) -> Plan:
-    """Plan on rank 0 for all ranks of a process group of `options.devices` ranks, else in this
-    process.
+    """Plan on rank 0 for all ranks if a process group of `options.devices` ranks is running, else
+    in this process.
 
     Args:
         options: all options of the plan.

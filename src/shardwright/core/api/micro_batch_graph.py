@@ -105,8 +105,7 @@ class MicroBatchCapture:
         return replace(graph, whole_batch=of_each.whole_batch) if is_refused else graph
 
     def _explain_capture_error(self, error: ShardwrightError) -> ShardwrightError:
-        """Return the error to raise in place of `error`, with which the capture of a micro-batch
-        failed.
+        """Return the error to raise after the capture of a micro-batch has failed with `error`.
 
         Raises:
             CaptureError: if the model cannot be captured for the global batch either.

@@ -123,7 +123,7 @@ def plan(
             `stages`. A graph must be captured with one micro-batch. `auto`: the divisor of the
             batch size with the shortest step; the model is captured and planned for each. The loss
             is computed for the global batch (`docs/pipeline.md`); where micro-batches cannot
-            compute it, or a batch norm is trained, `auto` is 1.
+            compute it, or the model has a batch norm in training mode, `auto` is 1.
         batch_norm: samples over which batch norm in training computes statistics: `whole_batch`,
             not supported with several micro-batches, or `per_micro_batch`, as with gradient
             accumulation in PyTorch, with running statistics updated by each micro-batch.

@@ -24,7 +24,7 @@ PROGRAM = "3_program_rank0.txt"
 
 
 class SavedGraphs:
-    """Writer of a plan's text files to a folder, in which files of an earlier plan are deleted.
+    """Writer of a plan's text files to a folder; deletes the files of an earlier plan.
 
     Args:
         folder: the folder, which is created if it does not exist.

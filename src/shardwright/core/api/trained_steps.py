@@ -1,4 +1,4 @@
-"""Train the user's module and a program that must compute equal values, for a few steps."""
+"""Train the user's module and a planned program for a few steps, and compare the results."""
 
 from __future__ import annotations
 
@@ -308,7 +308,7 @@ class EagerTraining:
         return results
 
     def _assign_replaced_buffers(self, module_copy: nn.Module) -> None:
-        """Assign buffers that a call replaced in `module_copy` to the module, for the next step."""
+        """Assign to the module the buffers that a call replaced in `module_copy`."""
         updated = {buffer.name for buffer, _ in self.graph.updates}
         for name, buffer in module_copy.named_buffers():
             if name in updated:

@@ -20,8 +20,8 @@ FULL_DISK_BYTES = 2**20
 def convert_errors(path: Path) -> Iterator[None]:
     """Context manager that converts a `CheckpointException` of DCP to a `CheckpointError`.
 
-    The message is that of the first rank that failed. It says whether the disk is full; the
-    RuntimeError of `torch.save` does not say so.
+    The message is that of the first rank that failed. Unlike the RuntimeError of `torch.save`, it
+    says whether the disk is full.
 
     Args:
         path: the folder of the checkpoint.

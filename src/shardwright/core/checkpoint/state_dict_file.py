@@ -121,10 +121,11 @@ def _remove_shards(folder: Path) -> None:
 
 
 def _find_foreign_file(folder: Path) -> str | None:
-    """Return a path that prevents `save_state_dict` from using `folder` for temporary shards.
+    """Return the path of a foreign file, because of which `save_state_dict` must not write its
+    temporary shards to `folder`.
 
-    The path is a file in `folder` that `save_state_dict` does not write, or `folder` itself if it
-    is not a folder; None if nothing prevents the use.
+    The path is a file in `folder` that is not such a shard, or `folder` itself if it is not a
+    folder; None if `folder` can be used.
     """
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
         return str(folder)

@@ -216,8 +216,8 @@ class PublishingWriter(FileSystemWriter):
 
 
 class OneRankPlanner(DefaultSavePlanner):
-    """DCP save planner for one real rank among fake ranks, which does not check that the shards of
-    each tensor are complete."""
+    """DCP save planner for a rehearsal of one rank: skips the check that the shards of all ranks
+    cover each tensor."""
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         self.global_plan, self.metadata = create_default_global_save_plan(all_plans)

@@ -1,4 +1,4 @@
-"""Files of `torch.save`, whose errors name the file and the cause."""
+"""Read and write files of `torch.save`, with errors that name the file and the cause."""
 
 from __future__ import annotations
 

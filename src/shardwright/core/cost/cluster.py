@@ -210,7 +210,7 @@ class Cluster:
 
     Args:
         levels: the fastest (innermost) first.
-        software: framework and kernels to which the figures apply.
+        software: framework and kernels that the fields of `device` describe.
     """
 
     name: str
@@ -330,8 +330,8 @@ class Cluster:
 
 
 def _are_runs_within_groups(group_of_rank: np.ndarray[Any, Any], run_length: int) -> bool:
-    """Whether each aligned run of `run_length` ranks along the last dimension is within one group
-    of devices of a link level.
+    """Whether each block of `run_length` consecutive ranks along the last dimension is within one
+    group of devices of a link level.
 
     Args:
         group_of_rank: index of the group of each rank, of shape (..., ranks).

@@ -101,9 +101,9 @@ def _non_default_fields(config: Device | LinkLevel) -> dict[str, Any]:
 
 
 LARGEST_VALUE = 1e30
-"""Largest valid number in a cluster file, in base units; its inverse is the smallest.
+"""Largest valid number in a cluster file, in base units; the smallest is 1 / `LARGEST_VALUE`.
 
-No prediction overflows with numbers in this range."""
+Predictions from numbers in this range do not overflow."""
 
 
 class _ClusterMappingReader:

@@ -113,8 +113,8 @@ def dry_run_chunk(
     """Return the memory of one chunk of a model, measured by a dry run.
 
     Args:
-        pass_types: passes of the micro-batches (`F`, `B`, `I`, `W`), in order, not both `B` and
-            `I`: either backward pass frees the activations of the forward pass.
+        pass_types: passes of a micro-batch (`F`, `B`, `I`, `W`), in order. Contains at most one of
+            `B` and `I`, as both free the activations of the forward pass.
         cached_results: shapes of the results of operators that have run, by operator and arguments.
         on_share: called with the completed fraction of lowering and actions.
         kernels: kernels of the device type; by default those of this machine's devices.
@@ -442,7 +442,7 @@ class _MetaChunk:
 
 
 def _reachable_leaves(outputs: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Yield the leaf tensors that a backward pass from `outputs` reaches."""
+    """Yield the leaf tensors in the autograd graph of `outputs`."""
     pending: list[Any] = [output.grad_fn for output in outputs]
     # `next_functions` has None for inputs that need no gradient.
     visited = {None}

@@ -115,7 +115,7 @@ def _decomposed_attention(*args: Any, **kwargs: Any) -> Tensor:
 
 
 def _convert_mask_to_score_bias(mask: Tensor | None, query: Tensor) -> Tensor | None:
-    """Return the tensor that kernels add to scores for a mask; None without a mask."""
+    """Return the attention bias that corresponds to a mask; None without a mask."""
     if mask is None or mask.dtype != torch.bool:
         return mask
     # Not a number, so that the bias gets the dtype of the queries, which the kernels require.

@@ -28,8 +28,8 @@ ROWS, WIDTH, HEADS, BLOCKS = 8, 64, 4, 4
 """Sizes of a transformer small enough that each operator takes only its launch overhead."""
 
 OPERATORS_PER_BLOCK = 22 + 38
-"""Number of operators of one block of `SmallTransformer` as the time model counts them: forward +
-backward."""
+"""Number of operators of one block of `SmallTransformer`, forward + backward, as counted by the
+time model."""
 
 CORES = os.cpu_count() or 1
 

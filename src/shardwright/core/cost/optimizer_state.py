@@ -300,8 +300,8 @@ def _optimizer_bytes_of_parameter(
 
 
 def _replicated_state_bytes(make_optimizer: MakeOptimizer, shape: Shape, dtype: torch.dtype) -> int:
-    """Return the bytes of optimizer state that is created from a parameter's shape, not from the
-    parameter, and so is not sharded like it."""
+    """Return the bytes of optimizer state that is created from a parameter's shape, and so is
+    replicated even if the parameter is sharded."""
     parameter = torch.empty(shape, dtype=dtype, device="meta")
     optimizer = make_optimizer([_make_derived_parameter(parameter)])
     optimizer.step()

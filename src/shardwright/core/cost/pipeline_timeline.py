@@ -153,7 +153,7 @@ def _actions_of_torch_schedule(
 
 
 def in_flight_counts(order: Sequence[Action]) -> Iterator[dict[int, int]]:
-    """Yield, after each action of a stage, its numbers of micro-batches in flight, by chunk.
+    """Yield, after each action of a stage, the number of micro-batches in flight by chunk.
 
     A micro-batch is in flight from its forward pass to the end of its backward pass.
 

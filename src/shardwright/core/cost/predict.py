@@ -75,7 +75,7 @@ def chunk_times(
     """Return the predicted seconds of each chunk, which do not depend on the schedule.
 
     Args:
-        blocking: whether redistributions of activations do not overlap computation.
+        blocking: whether redistributions of activations block, without overlap.
         optimizer: name or instance of the optimizer.
         repeats_segments: whether recomputed segments run to their end, instead of to the last
             tensor that autograd needs.
@@ -137,7 +137,7 @@ def overlaps_of_chunk(
     """Return the computation that overlaps each redistribution of a chunk on the model's cluster.
 
     Args:
-        blocking: whether redistributions of activations are not started early.
+        blocking: whether redistributions of activations block, instead of being started early.
     """
     started_early = {} if blocking else chunk.overlaps
     if not model.device.overlaps_products:
@@ -220,8 +220,8 @@ def predict(
     parameter, and the optimizer.
 
     Args:
-        blocking: whether redistributions of activations do not overlap computation, as in programs
-            that do not start them early.
+        blocking: whether redistributions of activations block, instead of being started early to
+            overlap computation.
         optimizer: name or instance of the optimizer; every optimizer is assumed to take the time of
             AdamW, except that Muon also orthogonalizes matrices.
         times: cached result of `chunk_times`; None to compute it.

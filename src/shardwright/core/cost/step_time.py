@@ -297,8 +297,8 @@ def activation_seconds(
 def _sent_fractions(
     graph: Graph, communication: Communication, cuts: Mapping[str, Cuts], model: TimeModel
 ) -> Mapping[Transfer, float]:
-    """Return, for each redistribution to or from a mixture of experts, the fraction of the tensor's
-    bytes that is sent; {} on devices that send every token."""
+    """Return the fraction of the tensor's bytes that a redistribution to or from a mixture of
+    experts sends, by redistribution; {} on devices that send every token to all experts."""
     device = model.device
     if not device.sends_routed_tokens:
         return {}

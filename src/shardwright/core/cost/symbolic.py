@@ -28,7 +28,8 @@ REDISTRIBUTION_PER_ELEMENT = 16
 """Redistribution cost per element of the current shard of a tensor."""
 
 NO_CUT_DIVISOR = 25
-"""Divisor of the squared cost of the cheapest cut in the cost of no cut, from published logs."""
+"""The cost of no cut is the squared cost of the cheapest cut divided by this number, from published
+logs."""
 
 
 def cut_cost(
@@ -58,7 +59,7 @@ def no_cut_cost(costs: Iterable[float]) -> float:
     """Return the cost of replicating an operator.
 
     Args:
-        costs: costs of the cuts whose sizes are divisible.
+        costs: costs of the possible cuts, whose sizes are divisible.
 
     >>> round(no_cut_cost((20.48, 4096.0)), 4)
     16.7772

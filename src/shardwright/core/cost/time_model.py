@@ -197,7 +197,7 @@ class TimeModel:
         self, axes: Axes, num_bytes: float, collective: str = "all_reduce"
     ) -> float:
         """Return the seconds, times `parameter_weight`, that a tensor adds to a bucketed
-        collective: the seconds for its bytes, and its share of the bucket's latency.
+        collective: the seconds for its bytes, and a part of the bucket's latency.
 
         Args:
             num_bytes: bytes of the local input or output, whichever is larger.

@@ -3,9 +3,9 @@
 A plan gathers the tokens of all devices along the axes of the experts, and sums their outputs.
 Megatron Core and torchtitan send each token once to each of its experts, by all-to-all (Lepikhin et
 al., "GShard", arXiv:2006.16668): of d devices only k receive it, for k experts per token. DeepEP
-sends a token once to a device with several of its experts. Later redistributions, such as those
-over tensor-parallel devices, send only these tokens too. Matrices of experts are stored in the
-layout that the kernels read, so their redistributions send nothing.
+sends a token once to a device with several of its experts. Redistributions that follow, such as
+those over tensor-parallel devices, also send only these tokens. The weights of experts are stored
+in the layout that the kernels read, so they are not redistributed.
 """
 
 from __future__ import annotations

@@ -81,8 +81,10 @@ def _check_numbers(flow: SampleFlow, mixed: Collection[Value]) -> None:
 
 
 def _state_of_result(flow: SampleFlow, value: Value) -> SampleState:
-    """Return the state of an output, or of the new value of a buffer; read it from the prologue if
-    micro-batches do not compute it."""
+    """Return the state of `value`, an output or the new value of a buffer.
+
+    A value that micro-batches do not compute becomes an output of the prologue.
+    """
     if value in flow.reduced:
         return flow.reduced[value]
     if value in flow.outside or flow.states[value] == POSITIONS:

@@ -30,7 +30,8 @@ def use_of_statistics(op: Op) -> str:
 
 
 def running_statistics(graph: Graph) -> set[Value]:
-    """Return updated buffers, new running statistics, and all values computed only from them."""
+    """Return all updated buffers, the new running statistics of batch norms, and all values that
+    are computed only from these."""
     statistics = {before for before, _ in graph.updates}
     for op in graph.ops:
         if takes_statistics(op):

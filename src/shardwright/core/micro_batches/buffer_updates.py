@@ -51,8 +51,8 @@ class BufferUpdates:
 
 
 def reduce_micro_batches(tensors: list[Tensor], reduction: SampleReduction | None) -> Tensor:
-    """Return the mean or sum of the tensors of all micro-batches; the first one if `reduction` is
-    None, which stands for equal tensors."""
+    """Return the mean or sum of the tensors of all micro-batches; the first tensor if `reduction`
+    is None, as all are equal then."""
     if reduction is None:
         return tensors[0]
     # `sum` returns int64 for smaller integers.

@@ -37,7 +37,7 @@ DEPENDENCES_ON_SIZE = (
     *(NOT_CALLED, FEWER_TENSORS, CALLED_ONCE, DIVIDES_BATCH, OTHER_ARGUMENTS),
     *(TAKES_PART, NOT_PROPORTIONAL, OTHER_PYTHON),
 )
-"""Reasons in errors about operators that depend on the batch size."""
+"""Error texts about operators that depend on the batch size."""
 
 
 @dataclass(frozen=True)
@@ -360,7 +360,7 @@ def numbers_in_arguments(op: Op, sizes: frozenset[str]) -> dict[str, object]:
 def merged_arguments(
     op: Op, micro: Op, read: Callable[[Value, int], Value | None]
 ) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
-    """Merge the arguments of two matching operators: numbers of the global batch, except sizes.
+    """Return the arguments of `micro`, with numbers other than sizes taken from `op`.
 
     Args:
         op: an operator in the graph of the global batch.

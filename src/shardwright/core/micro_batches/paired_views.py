@@ -1,4 +1,4 @@
-"""Compare values of the graphs of a batch and of a micro-batch up to views of only one graph."""
+"""Compare values of the graphs of a batch and of a micro-batch; ignore views in only one graph."""
 
 from __future__ import annotations
 

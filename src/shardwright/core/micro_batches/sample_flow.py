@@ -19,7 +19,7 @@ from shardwright.core.micro_batches.sample_states import (
 )
 
 PAIRS_SAMPLES = "the operator mixes samples: several sizes of its input depend on the batch size"
-"""Reason in the error of an operator that pairs samples with each other."""
+"""Error text for an operator that pairs samples with each other."""
 
 
 @dataclass
@@ -89,7 +89,7 @@ class SampleFlow:
                 self.outside.add(value)
 
     def keeps_statistics(self, op: Op) -> bool:
-        """Whether `op` is a batch norm with statistics of each micro-batch."""
+        """Whether `op` is a batch norm that computes statistics per micro-batch."""
         return self.per_micro_batch and takes_statistics(op)
 
     def varying_dims(self, value: Value) -> set[int]:
@@ -104,7 +104,7 @@ class SampleFlow:
 
     @property
     def not_divisible(self) -> str:
-        """Reason in errors: the batch size is not divisible by the number of micro-batches."""
+        """Error text: the batch size is not divisible by the number of micro-batches."""
         return f"its samples cannot be split into {self.count} equal micro-batches"
 
     def num_samples(self) -> int:

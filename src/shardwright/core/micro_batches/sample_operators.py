@@ -118,7 +118,7 @@ def states_from_sample_inputs(flow: SampleFlow, op: Op) -> list[SampleState]:
 
 
 def _explain_unsplittable_op(flow: SampleFlow, op: Op, default_reason: str) -> str:
-    """Return why `op` cannot run on micro-batches: by the type of `op`, else `default_reason`."""
+    """Return why `op` cannot run on micro-batches; by default `default_reason`."""
     if flow.keeps_statistics(op):
         return "the operator normalizes samples that are not in its dimension 0"
     if op.short_name in DIVISIONS:

@@ -370,6 +370,6 @@ def _group_shared_inputs(
 
 
 def _get_batch_size(leaves: Sequence[Any]) -> int:
-    """Return the size of dimension 0 of the first tensor with dimensions; 0 if all tensors are
+    """Return the size of dimension 0 of the first non-scalar tensor; 0 if all tensors are
     scalars."""
     return next((leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim), 0)

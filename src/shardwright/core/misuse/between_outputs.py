@@ -67,8 +67,8 @@ class WatchedOutput:
     def of(cls, output: ReturnedOutput, tensor: Tensor, outputs: Sequence[Any]) -> WatchedOutput:
         """Watch `tensor`, one of `outputs`, for hooks that the user registers.
 
-        Hooks of the tensor's autograd node are watched only if the node computes no other output,
-        to which the hooks may belong.
+        Hooks of the tensor's autograd node are watched only if the tensor is the node's only
+        output; otherwise the hooks may belong to another output.
         """
         of_node = [x for x in outputs if isinstance(x, Tensor) and x.grad_fn is tensor.grad_fn]
         is_only_output = all(x is tensor for x in of_node)

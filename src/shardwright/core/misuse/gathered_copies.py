@@ -104,7 +104,7 @@ class GatheredCopy(Tensor):
 
 
 def _check_has_no_gathered_copy(function: Any, value: Any) -> None:
-    """Check that `value`, an argument that an operator writes to, contains no `GatheredCopy`.
+    """Reject a `GatheredCopy` in `value`, an argument that an operator writes to.
 
     Raises:
         PlanError: if `value` is a `GatheredCopy`, or a list with one.

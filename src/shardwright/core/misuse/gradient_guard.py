@@ -32,7 +32,7 @@ MAX_ELEMENTS = 2**20
 
 
 class WatchGradient(Protocol):
-    """Function that registers a comparison between ranks of the gradient of an output."""
+    """Function that makes backward passes compare the gradient of an output between ranks."""
 
     def __call__(self, output: Tensor, name: str) -> None: ...
 

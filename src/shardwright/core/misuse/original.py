@@ -36,8 +36,8 @@ SUBMODULES, PARAMETERS, VALUES = "submodules", "parameters", "values of paramete
 TRAINED = "requires_grad of parameters"
 
 WatchedAttribute = tuple[str, str]
-"""(path of a submodule, name of its attribute); the name may also be `SUBMODULES`, `PARAMETERS`,
-`VALUES` or `TRAINED`."""
+"""A watched attribute: (path of a submodule, name of its attribute); the name may also be
+`SUBMODULES`, `PARAMETERS`, `VALUES` or `TRAINED`."""
 
 
 class OriginalModel:

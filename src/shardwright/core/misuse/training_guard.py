@@ -14,7 +14,7 @@ from shardwright.core.runtime.training_record import TrainingRecord, unpack
 from shardwright.errors import DataError
 
 OPTION_TOLERANCE = 1e-6
-"""Maximum relative difference between options, which ranks compute in float64."""
+"""Maximum relative difference between the optimizer options of two ranks, which allows rounding."""
 
 _PROBLEMS_AND_REMEDIES = {
     "steps": (

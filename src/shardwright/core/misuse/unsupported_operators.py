@@ -62,12 +62,13 @@ aten = torch.ops.aten
 OPTIMIZER_STEP_METHODS = frozenset(
     {"add_", "addcdiv_", "addcmul_", "lerp_", "mul_", "__iadd__", "__imul__", "__truediv__", "sqrt"}
 )
-"""Elementwise methods that optimizers call for each parameter in each step."""
+"""Elementwise methods that optimizers call for each parameter in each step. They run on local
+tensors, as DTensor's dispatch is slow."""
 
 CALLS_OF_PARTS = "shardwright.core.misuse.calls_of_parts"
 
 OVERWRITING_OPERATORS = frozenset({"copy_", "_foreach_copy_", "fill_"})
-"""In-place operators that do not read what they write to."""
+"""In-place operators that overwrite a tensor without reading it."""
 
 FIRST_MIXES, PERIOD = 2, 256
 """Ordinary tensors that an operator combines with DTensors are compared between ranks in the first

@@ -1,5 +1,6 @@
-"""`PlanData`: the decisions of a plan, and memory, costs and rows derived from them, which all
-renderers read."""
+"""`PlanData`: the decisions of a plan, and the memory, costs and table rows derived from them.
+
+Summaries, tables, files and report pages of plans are made from this data."""
 
 from __future__ import annotations
 

@@ -119,7 +119,8 @@ def _describe_operator_parallelism(plan: PlanData, row: OperatorRow) -> Iterator
 def _find_factor_meaning(row: OperatorRow, factor: str, axes: Axes) -> str:
     """Return the meaning of a sharded factor, such as `batch`; empty if unknown.
 
-    In plan files without meanings, the name of the first mesh axis that shards the factor decides.
+    In plan files without meanings, it follows from the name of the first mesh axis that shards the
+    factor.
     """
     return row.meanings.get(factor) or (_look_up_axis_name(row.cuts[factor][0])[1] if axes else "")
 

@@ -1,7 +1,7 @@
 """Read and write a plan as JSON.
 
 Schema, reader and writer are derived from the fields of the plan's dataclasses. This module defines
-only the exceptions: values with another form in the file, and limits that types do not express.
+only exceptions: values that have another form in the file, and limits of values, such as a minimum.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ class PlanKind:
 class LeftOut:
     """The reason why no plan of one kind (`PlanKind`) is among the best plans.
 
-    Reasons sort by `rank`, then by ascending lower bound on step time or memory.
+    Reasons are sorted by `rank`, then by ascending lower bound on step time or memory.
 
     Args:
         rank: 0 for a slow step, 1 for too much memory, 2 for any other reason.

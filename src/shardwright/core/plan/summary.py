@@ -142,7 +142,7 @@ def plan_notes(plan: PlanData, max_operators: int | None = None) -> Iterator[str
 
 
 def unused_axes_warning(plan: PlanData) -> Iterable[str]:
-    """Yield a warning that lists the mesh axes that shard no operator; nothing if all axes do."""
+    """Yield a warning that lists unused mesh axes, over which all operators are replicated."""
     unused = plan.unused_axes
     if unused:
         names = plan.mesh.named(unused)

@@ -34,8 +34,8 @@ class Attempt:
 
 
 AttemptGroups = Sequence[Sequence[Attempt]]
-"""Attempts of one phase of the search, grouped by `mem_coeff`. The smallest comes first, since
-plans with a larger `mem_coeff` are rarely faster."""
+"""Attempts of one phase of the search, grouped by `mem_coeff` in ascending order, since plans with
+a larger `mem_coeff` are rarely faster."""
 
 
 def attempt_phases(options: PlanOptions) -> list[AttemptGroups]:
@@ -146,8 +146,8 @@ MAX_DOUBLINGS = 10
 
 
 def _describe_other_remedies(options: PlanOptions, limit: int, stage: StageMemory) -> str:
-    """Return the part of an error text that lists changes of `options` with which a plan would fit,
-    such as more devices, each with an estimate of its memory.
+    """List changes of `options` with which a plan would fit, such as more devices, each with an
+    estimate of the memory, for an error message.
 
     Args:
         limit: memory limit in bytes per device.

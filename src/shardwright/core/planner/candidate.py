@@ -123,8 +123,8 @@ class Candidate:
 
     @property
     def shards_storage(self) -> bool:
-        """Whether any parameter is stored in another layout than operators read it in, as with
-        ZeRO."""
+        """Whether any parameter is stored in another layout than the one that operators read, as
+        with ZeRO."""
         used = default_storage(self.model.graph, self.mesh, self.decisions.cuts)
         return self.decisions.storage != used
 

@@ -22,12 +22,12 @@ from shardwright.core.search.recompute.search import MeasuredDecisions, Recomput
 log = logging.getLogger("shardwright.search")
 
 RECOMPUTED_BOUND = 0.99
-"""Assumed lower bound on the step time of a candidate that fits, as a fraction of its step time
-with the recomputation that an estimate of its memory requires."""
+"""Assumed lower bound on a candidate's step time with the recomputation that it needs to fit, as a
+fraction of its step time with the recomputation that a memory estimate suggests."""
 
 
 class CandidateFitting(SearchQueue):
-    """The part of the search that measures candidates."""
+    """The part of the search that determines whether candidates fit into memory."""
 
     def _process_queued_candidate(self, queued: QueuedCandidate, bound: float) -> Candidate | None:
         """Take the next step to decide whether a queued candidate fits into memory.

@@ -23,7 +23,7 @@ from shardwright.errors import StrategyError
 class SharedCuts(dict[str, Cuts]):
     """Cuts of all operators; equal cuts of one model are one object (`CapturedModel.share`).
 
-    The hash is that of the object, so that cuts are fast keys of the caches of one model.
+    Hashed by identity, so that cuts are fast keys of the caches of one model.
     """
 
     __slots__ = ()
@@ -85,7 +85,7 @@ class CapturedModel:
         return bool(self.pins.strategies or self.pins.parameters)
 
     def share(self, cuts: Mapping[str, Cuts]) -> SharedCuts:
-        """Return the one object that stands for `cuts` and all equal cuts of this model."""
+        """Return the shared object for all cuts of this model that are equal to `cuts`."""
         if isinstance(cuts, SharedCuts):
             return cuts
         key = tuple((name, tuple(op_cuts.items())) for name, op_cuts in cuts.items())
@@ -100,7 +100,7 @@ class CapturedModel:
         by ZeRO or HSDP, or as operators read the parameter.
 
         Args:
-            sharding: ZeRO configuration; its level does not matter.
+            sharding: ZeRO configuration; the level is ignored.
         """
         options = None if sharding is None else (sharding.shard_size, sharding.threshold)
         key = mesh, cuts, options

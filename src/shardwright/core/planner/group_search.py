@@ -29,7 +29,7 @@ log = logging.getLogger("shardwright.search")
 
 NEXT_MEM_COEFF_BOUND = 0.97
 """Assumed lower bound on the step time with the next larger `mem_coeff`, as a fraction of the
-expected step time. Below 1, since a plan with a larger `mem_coeff` can be slightly faster: the
+extrapolated step time. Below 1, since a plan with a larger `mem_coeff` can be slightly faster: the
 objective of the search is simpler than the prediction."""
 
 MIN_INCREASE_RATIO = 2.0
@@ -62,7 +62,7 @@ class GroupSearch(SearchQueue):
     """The part of the search that turns options into candidates."""
 
     def _process_queued_options(self, bound: float, queued: QueuedOptions) -> None:
-        """Take the next step for options in the queue, each more expensive than the one before.
+        """Take the next step for options in the queue; each step costs more than the previous one.
 
         The steps tighten the lower bound on the step time by the recomputation that memory
         requires, then by a search without a memory limit. The last step searches the first group of

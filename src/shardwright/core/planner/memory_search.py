@@ -30,7 +30,7 @@ log = logging.getLogger("shardwright.search")
 
 
 class MemorySearch(GroupSearch, CandidateFitting):
-    """The search: takes the entries of the queue in the order of their bounds."""
+    """A best-first search: takes entries of the queue in ascending order of their lower bounds."""
 
     def count_attempts(self, on_progress: OnProgress) -> OnProgress:
         """Return a progress callback that passes the fraction of searched attempts to

@@ -32,8 +32,8 @@ class QueuedCandidate:
         recompute_search: search for the least recomputation that fits; None before it has begun.
         trust_estimate: whether an estimate may replace the dry run with all blocks recomputed.
         fits: whether dry runs showed that the candidate fits.
-        block_depth: depth of the module tree at which recomputing all blocks was estimated not to
-            free enough memory; None if the entry is for all depths.
+        block_depth: the only depth of the module tree at which blocks are recomputed, in an entry
+            that was dropped because an estimate exceeded the limit; None for all depths.
         min_recomputed_memory: lower bound on memory with all blocks at `block_depth` recomputed, in
             bytes per device.
     """

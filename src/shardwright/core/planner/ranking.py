@@ -16,8 +16,8 @@ from shardwright.errors import StrategyError
 def kind_of_candidate(candidate: Candidate) -> PlanKind:
     """Return the `PlanKind` of a candidate.
 
-    Its ZeRO level is empty if every parameter is stored as operators use it, whatever level was
-    requested.
+    Its ZeRO level is empty if every parameter is stored in the layout in which operators read it,
+    even if the options requested a level.
     """
     pipeline, decisions = candidate.pipeline, candidate.decisions
     sharding = decisions.sharding if candidate.shards_storage else None

@@ -40,7 +40,7 @@ class StageOptions:
     recompute_seconds: float | None = None
 
     def add_recomputation(self) -> None:
-        """Add the seconds of the recomputation that every plan needs to `min_seconds`."""
+        """Increase `min_seconds` by the recomputation time that every plan needs."""
         self.recompute_seconds = self.recompute_bound(None)
         # `recompute_seconds` is without the computation, which `min_seconds` has already.
         self.min_seconds += self.recompute_seconds
@@ -67,7 +67,7 @@ class QueuedOptions:
     earlier_cuts: tuple[SharedCuts, ...] = ()
 
     def without_earlier_cuts(self, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-        """Return the candidates whose cuts are not in `earlier_cuts`.
+        """Return the candidates whose cuts no earlier group has tried.
 
         Several values of `mem_coeff` often give equal cuts, and each gives the baselines again.
         """
@@ -83,8 +83,8 @@ class LowestSeconds:
     Args:
         of_group: lower bound over all candidates that no earlier group has tried.
         searched: lower bound over the cuts that the search with this `mem_coeff` found, whether
-            they are new or not. Baselines do not count: they are as fast with any `mem_coeff`, so
-            they say nothing about the next one.
+            they are new or not. Baselines do not count: they are equally fast with any `mem_coeff`,
+            so no bound for the next `mem_coeff` follows from them.
     """
 
     of_group: float = inf

@@ -52,8 +52,8 @@ def scaled_dot_product_attention(op: Op) -> ShardingRule | None:
 
     With grouped-query attention the number of shards must divide the number of key-value heads, so
     that queries and their keys are on one device; a single key-value head is replicated. Keys can
-    be sharded only by `ring`. Features cannot be sharded: fused kernels require values of the size
-    of the keys, and without a fused kernel the scores of all pairs would be materialized.
+    be sharded only by `ring`. Features cannot be sharded: fused kernels require keys and values of
+    equal size, and unfused attention would materialize the score matrix.
     """
     arguments = call_arguments(op)
     query, key, mask = arguments["query"], arguments["key"], arguments["attn_mask"]

@@ -157,7 +157,7 @@ class _OutputHaloExchange:
         return padded.narrow(window.dim, before - window.halo_start(self.index, shards), length)
 
     def exchange(self, x: Tensor) -> Tensor:
-        """Return the rows of this shard plus the rows that its neighbors computed for it."""
+        """Return the rows of this shard, to which the rows computed by its neighbors are added."""
         window, dim, size = self.window, self.window.dim, self.window.size // self.shards
         before, after = window.num_rows_before(self.shards), window.num_rows_after(self.shards)
         out, trailing = x.narrow(dim, before, size), (0, 0) * (x.ndim - 1 - dim)

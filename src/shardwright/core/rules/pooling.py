@@ -88,7 +88,7 @@ def _compute_averaged_row_range(arguments: Mapping[str, Any], window: Window) ->
 
 
 def _has_varying_divisor(arguments: Mapping[str, Any], windows: Sequence[Window]) -> bool:
-    """Whether an average divides by a number of rows that differs between windows."""
+    """Whether windows of an average pooling divide by different numbers of rows."""
     if arguments.get("divisor_override") is not None:
         return False
     counted = [_compute_averaged_row_range(arguments, window) for window in windows]

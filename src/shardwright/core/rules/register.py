@@ -114,8 +114,8 @@ def _check_rule_on_example(target: OpTarget, maker: RuleMaker, example: tuple[An
 def _describe_output_difference(
     op: Op, rule: ShardingRule, factor: str, example: tuple[Any, ...], full_outputs: list[Tensor]
 ) -> str:
-    """Return how the joined outputs of two shards along `factor` differ from the full outputs; an
-    empty string if they are equal."""
+    """Describe how the joined outputs of two shards along `factor` differ from the full outputs;
+    return an empty string if they are equal."""
     # Two shards suffice to detect a wrong dimension, a missing sum or a wrong kernel.
     mesh, cuts = DeviceMatrix((2,), ("x",)), {factor: (0,)}
     inputs, outputs = rule.layouts(mesh, cuts)

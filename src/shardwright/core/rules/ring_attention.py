@@ -139,7 +139,8 @@ def _swap_last_rows(block: Tensor, count: int, swap: Reduce) -> Tensor:
 
 
 AttentionBlock = tuple[slice, slice, BlockIndex | None]
-"""(Rows of queries, rows of keys, diagonal of the causal mask between both or None)."""
+"""Block of the score matrix: (rows of queries, rows of keys, diagonal of the causal mask in the
+block); the diagonal is None if attention is not causal."""
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,7 @@ def constant_padding(op: Op) -> ShardingRule:
 @rule_for(*overloads("reflection_pad1d", "reflection_pad2d", "reflection_pad3d"))
 @rule_for(*overloads("replication_pad1d", "replication_pad2d", "replication_pad3d"))
 def padding_by_rows(op: Op) -> ShardingRule:
-    """Padding with rows of the image, `b s _ -> b s _`: padded dimensions cannot be sharded."""
+    """Reflection or replication padding, `b s _ -> b s _`: padded dimensions cannot be sharded."""
     # `padding` lists (before, after) of each dimension, the last dimension first.
     amounts = argument(op, "padding")
     return _build_rule_with_unsharded_dims(
@@ -178,7 +178,7 @@ def _make_window_of_dim(op: Op, dim: int, extent: int, stride: int, padding: int
 
 
 def _build_rule_with_unsharded_dims(op: Op, dims: Sequence[int]) -> ShardingRule:
-    """Return the rule of an operator that shards all dimensions but `dims`."""
+    """Return a rule by which all dimensions but `dims` can be sharded."""
     ndim = len(op.output.shape)
     unsharded = {dim % ndim for dim in dims}
     factors = tuple(

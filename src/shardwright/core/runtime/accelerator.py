@@ -43,7 +43,7 @@ VISIBLE_DEVICES_VARIABLES = (
     *("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"),
     *("ASCEND_RT_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"),
 )
-"""Environment variables with which launchers restrict the devices that a process sees."""
+"""Environment variables with which launchers restrict the devices visible to a process."""
 
 
 def loopback_interfaces() -> dict[str, str]:
@@ -61,7 +61,7 @@ def accelerator_type() -> torch.device | None:
 
 
 def num_accelerators() -> int:
-    """Return the number of accelerators that this process sees."""
+    """Return the number of accelerators that are visible to this process."""
     return torch.accelerator.device_count() if accelerator_type() is not None else 0
 
 
@@ -291,7 +291,7 @@ class AllocatedPeak:
 
 @dataclass(frozen=True)
 class SideStream:
-    """A stream of `device` beside the compute stream of the program."""
+    """A stream of `device` that runs concurrently with the compute stream."""
 
     device: torch.device
     stream: torch.Stream

@@ -104,8 +104,8 @@ def naming_redistributions(call: str = "") -> Iterator[None]:
     """Context that converts errors of collectives to errors that name the redistribution.
 
     Args:
-        call: the user's call that contains the collective, with its line; names collectives that
-            belong to no redistribution.
+        call: the user's call that contains the collective, with its line; the error names this call
+            if the collective belongs to no redistribution.
 
     Raises:
         CommunicationError: in place of the collective's own error.

@@ -31,11 +31,12 @@ from shardwright.core.torch_internals.distributed import (
 from shardwright.errors import PlanError
 
 Subgroups = dict[tuple[tuple[int, ...], ...], dist.ProcessGroup | None]
-"""Process group of this rank by the partition of all ranks into groups; None if no group contains
-this rank."""
+"""Existing process groups: this rank's group, by the lists of ranks of all groups that were created
+together; None if no list contains this rank."""
 
 Index = int | torch.SymInt
-"""A number that depends on the rank; a `SymInt` if one process simulates many ranks."""
+"""An index that depends on the rank, such as that of a shard; a `SymInt` if one process simulates
+many ranks."""
 
 
 @dataclass(frozen=True)

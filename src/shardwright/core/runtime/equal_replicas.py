@@ -17,7 +17,7 @@ from shardwright.errors import CaptureError
 
 TOLERANCE = 1e-4
 """Maximum difference between two ranks' sums of a result, relative to its sum of absolute values.
-Atomic additions on an accelerator reorder sums, which changes them by less."""
+Not 0, because atomic additions on an accelerator run in varying order and so round differently."""
 
 _SAMPLE = 1 << 16
 """Number of leading elements of a result in its weighted sum, which detects permutations."""

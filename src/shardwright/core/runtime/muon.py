@@ -94,8 +94,8 @@ def _are_all_replicated(*matrix: Tensor) -> bool:
 
 
 def _have_placements_for_muon(matrix: Sequence[Tensor]) -> bool:
-    """Whether a parameter, its gradient and its momentum are DTensors of real ranks with equal
-    shards."""
+    """Whether a parameter, its gradient and its momentum are DTensors with equal shards, and ranks
+    are not simulated."""
     return all(isinstance(x, DTensor) and type(detached_local(x)) is Tensor for x in matrix) and (
         len({_get_placements(tensor) for tensor in matrix}) == 1
         and not any(placement.is_partial() for placement in _get_placements(matrix[0]))

@@ -20,12 +20,12 @@ WORLD_COLLECTIVES = {
 """Functions of `torch.distributed` in which every rank of a group waits for the others."""
 
 LIBRARIES = re.compile(r"(torch|shardwright|contextlib|functools|threading|runpy|importlib)\b")
-"""Pattern of names of modules that do not belong to the user's program."""
+"""Pattern of names of library modules, whose stack frames are skipped to find the user's."""
 
 
 def waiting_call_and_line(frame: FrameType | None) -> tuple[str, str]:
-    """Return the collective over all ranks in which a thread waits, and the thread's line of the
-    user's program; each is empty if not found."""
+    """Return the function of `torch.distributed` in which a thread waits for all ranks, and the
+    user's line that called it; each is empty if not found."""
     waits_in = ""
     while frame is not None:
         module, code = frame.f_globals.get("__name__", ""), frame.f_code

@@ -23,7 +23,7 @@ OF_SIZE = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
 
 
 def sent_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which collectives send the bytes of a tensor of the real `dtype`."""
+    """Return the dtype in which collectives send the bytes of a non-complex tensor of `dtype`."""
     return dtype if dtype in SUPPORTED else OF_SIZE[dtype.itemsize]
 
 

@@ -29,7 +29,7 @@ _NUMBERS, _INTEGERS = struct.Struct("<3d"), struct.Struct("<3q")
 
 @dataclass
 class TrainingRecord:
-    """Record of clipping and optimizer steps on this rank since its last call of a planned model.
+    """Clipping and optimizer steps on this rank since the previous call of a planned model.
 
     Args:
         steps: number of steps of optimizers over planned parameters.

@@ -1,6 +1,6 @@
 """Workarounds for two bugs of the worker threads of gloo process groups (PyTorch 2.11 to 2.13).
 
-Both bugs crash the process; neither changes a value.
+Both bugs crash the process; neither affects results.
 """
 
 from __future__ import annotations

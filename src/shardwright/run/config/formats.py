@@ -33,7 +33,7 @@ class ForeignRun(Protocol):
 
     @property
     def only_strategies(self) -> bool:
-        """Whether the run only writes the strategies of its plan, without training."""
+        """Whether the run ends after writing the strategies of its plan, without training."""
 
     @property
     def notes(self) -> tuple[str, ...]:

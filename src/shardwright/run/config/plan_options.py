@@ -38,7 +38,7 @@ def plan_options(config: Config, model: nn.Module) -> dict[str, Any]:
 
 
 def _has_megatron_stages(config: Config) -> bool:
-    """Whether each stage is a fixed number of consecutive blocks, as in Megatron-LM."""
+    """Whether each stage has a fixed number of consecutive blocks, as in Megatron-LM."""
     is_manual = config.parallel.mode == "semi_auto" and config.model.is_language_model
     schedule = SCHEDULES.get(config.parallel.schedule)
     # Interleaved schedules have several chunks per stage, which the planner assigns unless the

@@ -276,7 +276,7 @@ def _read_megatron_dtype(index: Path, file: Path) -> str:
     does not if the dtype is wrong or one of the files is incomplete.
 
     Raises:
-        DataError: if the index is damaged, or is that of another file.
+        DataError: if the index is damaged, or belongs to another file.
     """
     dtype: str | None = None
     sequences = 0

@@ -132,7 +132,7 @@ class RankEnd:
 
     @property
     def failed_by_itself(self) -> bool:
-        """Whether the rank failed for a reason other than the failure of another rank."""
+        """Whether the rank failed by itself, not as a consequence of another rank's failure."""
         if self.error is not None:
             return not self.error.is_consequence and self.error.stop is None
         # Without an exception, and not because the launcher has ended it.

@@ -18,7 +18,7 @@ from shardwright.core.runtime.dtensor import detached_local
 from shardwright.core.torch_internals import pytree
 
 NO_FINDING = 2**62
-"""Sort key of a rank without a non-finite value, larger than every other sort key."""
+"""Sort key of a rank whose values are all finite; larger than every other sort key."""
 
 NON_FINITE: Mapping[str, Callable[[Tensor], Tensor]] = {
     "nan": torch.isnan,

@@ -151,7 +151,7 @@ def _iterate_training_state(
 
 
 def _find_tensors_changed_by_forward(net: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers and parameters that a forward pass may update in place, by name."""
+    """Return the buffers and parameters that forward may update in place, by name."""
     if not isinstance(net, ParallelModule):
         # Without a captured graph, only buffers may be known to change, as those of batch norm.
         return dict(net.named_buffers())

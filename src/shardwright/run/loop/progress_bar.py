@@ -55,7 +55,7 @@ class LiveProgress(Progress):
 
 
 POLL_SECONDS = 0.1
-"""Seconds between two reads of the followed files."""
+"""Polling interval of followed files, in seconds."""
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Break down the time of a step into categories, from the events of `torch.profiler`.
 
-Categories are the same as of the predicted time, such as attention or exposed communication. On an
-accelerator, seconds are kernel time; on the CPU, self time of operators.
+The categories are those of the predicted step time, such as attention or exposed communication.
+On an accelerator, seconds are kernel time; on the CPU, self time of operators.
 """
 
 from __future__ import annotations

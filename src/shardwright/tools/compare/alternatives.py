@@ -26,7 +26,8 @@ AUTO, EXPERT, DATA_PARALLEL, TENSOR_PARALLEL, GRID, OF_GRID = (
     "of grid",
 )
 """Types of compared plans. `best of grid` is the fastest plan within the memory limit, over all
-degrees of data, tensor and pipeline parallelism; `of grid` is a faster plan over the limit."""
+degrees of data, tensor and pipeline parallelism; `of grid` is a plan that is faster but exceeds the
+limit."""
 
 TOLERANCE = 1e-3
 """Relative difference below which two step times count as equal."""

@@ -179,7 +179,7 @@ def _measure_steps(clock: Clock, cluster: Cluster, report: OnProgress) -> Iterat
 
 
 def measured_step(partitioned: Partitioned, cluster: Cluster, seconds: float) -> MeasuredStep:
-    """Split the predicted time of a step into the share of each of `FIGURES` and all other seconds.
+    """Split the predicted time of a step into the contributions of `FIGURES` and all other seconds.
 
     Args:
         partitioned: the model of the step, partitioned over the processes.

@@ -172,7 +172,7 @@ class GridComparison:
     def _search_grid(
         self, expert: Alternative, planned_points: dict[GridPoint, Plan]
     ) -> Iterator[Alternative]:
-        """Yield the fastest alternative of the grid within the memory limit, then faster ones over
+        """Yield the fastest plan of the grid within the memory limit, then faster plans that exceed
         the limit.
 
         Args:

@@ -223,10 +223,10 @@ class PlannedRun:
         return net, capture(net, batch, {}, compute_dtype=self._autocast_dtype), blocks
 
     def _bucket_bytes(self, graph: Graph, blocks: Sequence[str]) -> float:
-        """Return the bytes of parameters or gradients that the framework communicates at once.
+        """Return the size of the framework's communication buckets, in bytes.
 
-        A block is the unit of FSDP; the buckets of Megatron Core (40 million elements) and of
-        DeepSpeed's ZeRO-1 (500 million) are of its size or larger.
+        FSDP communicates block by block; the buckets of Megatron Core (40 million elements) and of
+        DeepSpeed's ZeRO-1 (500 million) are at least as large as a block, the size assumed here.
         """
         if not self.software.gathers_blocks and self.run.sharded == "parameters":
             # No two parameters fit into one bucket.

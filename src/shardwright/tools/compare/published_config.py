@@ -55,7 +55,7 @@ class ConfiguredRun:
     """A published run with its configuration.
 
     Args:
-        configuration: the run as a configured run of Shardwright.
+        configuration: the run of the file, translated to Shardwright.
         mindformers_run: the parsed configuration file.
     """
 

@@ -77,10 +77,10 @@ def unsaved_bytes(chunk: Chunk, software: Software) -> float:
 
 
 def _fused_activation_bytes(chunk: Chunk) -> Iterator[float]:
-    """Yield the bytes of each output of an activation function that a fused kernel does not save.
+    """Yield the bytes of each activation function's output that a fused kernel does not save.
 
-    A kernel that also computes the product with this output, such as SwiGLU, saves only the inputs
-    of both operators.
+    A kernel that fuses the activation function with the product that reads it, as in SwiGLU, saves
+    only the inputs of the two.
     """
     graph = chunk.graph
     readers: dict[Value, list[Op]] = {}

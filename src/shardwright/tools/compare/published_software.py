@@ -1,7 +1,7 @@
 """Select the framework variant of a cluster, the kernel figures and the memory of a published run.
 
-Only names in the run's row of the data file select, never its measured throughput: the row names
-the kernel, and the row or its publication names the framework.
+The selection depends on names in the run's row of the data file, not on its measured throughput:
+the row names the kernel, and the row or its publication names the framework.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from itertools import groupby
 from shardwright.core.graph.graph import Graph, Op, Value
 
 CAPTURED_BLOCKS = 3
-"""Number of blocks of the captured model: the first, one that is copied, and the last."""
+"""Number of blocks of the captured model: first, middle and last; the middle block is copied."""
 
 
 def with_more_blocks(graph: Graph, blocks: Sequence[str], num_blocks: int) -> Graph | None:

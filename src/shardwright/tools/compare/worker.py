@@ -140,9 +140,9 @@ def tiny_run(run: Run, devices: int) -> Run:
     """Scale an expert configuration down to its tiny variant, in float32 on the built-in text.
 
     The numbers of stages and of tensor-parallel devices are taken from the configuration, reduced
-    to divisors of `devices` that the tiny model allows; the rest is data parallelism. Experts are
-    sharded over as many devices as divide both numbers; stages have equal numbers of blocks. If the
-    configuration shards optimizer state, parameters of every size are sharded.
+    to divisors of `devices` that the tiny model allows; the rest is data parallelism. The degree of
+    expert parallelism is reduced to a divisor of the tiny model's number of experts. Stages have
+    equal numbers of blocks. With ZeRO, parameters of every size are sharded.
 
     Args:
         run: the run of an expert configuration.

@@ -147,7 +147,7 @@ _Totals = tuple[CollectiveTotal | None, CollectiveTotal | None]
 def _pair_collective_totals(
     predicted: tuple[CollectiveTotal, ...], ranks: list[MeasuredRank]
 ) -> dict[tuple[str, str], _Totals]:
-    """Pair the predicted totals with the mean over `ranks`, by type of collective and mesh axes."""
+    """Pair predicted with measured totals, averaged over `ranks`, by collective and mesh axes."""
     totals: dict[tuple[str, str], list[CollectiveTotal]] = {}
     for rank in ranks:
         for total in rank.collectives:

@@ -29,8 +29,8 @@ class Picture:
     Args:
         columns, rows: borders along the last and the second to last dimension.
         block: width and height of one device's shard.
-        sheets: index of the mesh axis that shards the sheet's dimension, for each sheet behind the
-            first one.
+        sheets: for each sheet behind the first one, the index of the mesh axis that shards the
+            dimension shown by sheets.
         summed: whether the shards are partial sums.
         lines: description of each dimension, and of partial sums.
     """
