@@ -363,7 +363,7 @@ def _compare_training(
 
 
 def _check_custom_operators(graph: Graph, eager: EagerTraining) -> None:
-    """Check that custom operators draw no random numbers without a tag.
+    """Reject custom operators that draw random numbers without the tag `nondeterministic_seeded`.
 
     Raises:
         PlanError: if results of the eager training depend on the seed.

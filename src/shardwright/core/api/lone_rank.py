@@ -86,8 +86,8 @@ class LoneRank(LiveBytes):  # type: ignore[no-untyped-call]
     Reading a value of a meta tensor returns 1, or False for a boolean.
 
     Attributes:
-        traffic: calls and bytes sent of each collective, in the last call of a function wrapped by
-            `counted`.
+        traffic: calls and bytes sent of each collective, in the most recent call of a function
+            wrapped by `counted`.
     """
 
     def __init__(self) -> None:

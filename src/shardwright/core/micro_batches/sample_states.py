@@ -44,9 +44,9 @@ class UnsplittableError(Exception):
 
 
 def sample_dim_of_index(op: Op, states: Mapping[Value, SampleState]) -> int | None:
-    """Return the batch dimension of the output of `x[..., arange(batch_size), i, j]`, or None.
+    """Return the batch dimension of the output of `x[..., arange(batch_size), i, j]`.
 
-    Returns None for other indexing, such as without the indices of all samples (`POSITIONS`).
+    Returns None for any other indexing. The state of `arange(batch_size)` is `POSITIONS`.
 
     Args:
         op: an `aten.index` operator.

@@ -341,7 +341,7 @@ class RankCalls:
             close_connections(self._store)
 
     def _set_error_if_deadlocked(self) -> None:
-        """Set the common error if the ranks are deadlocked.
+        """If the ranks are deadlocked, set the error that all ranks raise.
 
         Requests current states first, as the thread of a rank may have been suspended since it
         wrote the state of its rank.
