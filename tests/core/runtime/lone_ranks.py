@@ -8,9 +8,10 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -19,21 +20,26 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import shardwright as sw
-from shardwright.core.runtime import rank_calls
+from shardwright.core.runtime import rank_calls as settings
+from shardwright.core.runtime.counted_calls import rank_calls
+from shardwright.core.runtime.rank_calls import RankCalls
 
 
 class Lone:
     """A model that is trained on all ranks, and what one of them does alone."""
 
-    def __init__(self, folder: Path, *, untrained: bool = False) -> None:
+    def __init__(self, folder: Path, *, untrained: bool = False, unplanned: bool = False) -> None:
         torch.manual_seed(0)
         layers = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 3))
         net = sw.WithLoss(layers, nn.CrossEntropyLoss())
         self.batch = torch.randn(12, 6), torch.arange(12) % 3
         storage = sw.OptimizerParallel(level="level3", threshold=0)
         plan = sw.plan(net, self.batch, devices=3, mode="data_parallel", hsdp=storage)
-        self.net: Any = sw.parallelize(net, plan)
         self.folder, self.alone = folder, dist.get_rank() == 0
+        if unplanned and not self.alone:
+            return
+        self.net: Any = sw.parallelize(net, plan)
+        self.calls = cast("RankCalls", rank_calls())
         if not untrained:
             for _ in range(3):
                 self.net(*self.batch).backward()
@@ -43,6 +49,10 @@ class Lone:
         with torch.no_grad():
             self.net(*self.batch)
         self.net.train()
+
+    def gather(self) -> None:
+        for each in self.net.state_dict().values():
+            each.full_tensor()
 
     def evaluates(self) -> None:
         if self.alone:
@@ -59,6 +69,12 @@ class Lone:
         if self.alone:
             self.evaluate()
         dist.barrier()
+
+    def parallelizes_before_a_barrier(self) -> None:
+        dist.barrier()
+
+    def parallelizes_when_the_others_have_ended(self) -> None:
+        return
 
     def makes_its_first_call_before_a_barrier(self) -> None:
         if self.alone:
@@ -103,6 +119,27 @@ class Lone:
         if self.alone:
             dist.all_reduce(torch.ones(3), async_op=True).wait()
         self.net(*self.batch).backward()
+
+    def evaluates_in_a_thread(self) -> None:
+        with ThreadPoolExecutor(1) as threads:
+            if self.alone:
+                # The others make no such call, so it waits for them.
+                evaluation = threads.submit(self.evaluate)
+                while not evaluation.running() or not self.calls.is_inside_a_call:
+                    time.sleep(0.01)
+            self.net.train_step(*self.batch)
+
+    def calls_in_turn_in_threads(self) -> None:
+        eager, x = nn.Linear(3, 3), torch.ones(3)
+        with ThreadPoolExecutor(1) as threads:
+            others = [threads.submit(lambda: eager(x).sum().backward()) for _ in range(200)]
+            self.net(*self.batch).backward()
+            for each in others:
+                each.result()
+            for _ in range(3):
+                threads.submit(self.evaluate).result()
+                self.net.train_step(*self.batch)
+                threads.submit(self.gather).result()
 
     def ends(self) -> None:
         if self.alone:
@@ -155,20 +192,23 @@ class Lone:
 
 
 CASES: dict[str, Callable[[Lone], None]] = {
-    name: function for name, function in vars(Lone).items() if name[0] != "_" and name != "evaluate"
+    name: function
+    for name, function in vars(Lone).items()
+    if name[0] != "_" and name not in ("evaluate", "gather")
 }
 
 
 def main(case: str, folder: Path) -> None:
     # Seconds would pass in each case.
     for name, value in (("IDLE_SECONDS", 1.0), ("POLL_INTERVAL", 0.1), ("ERROR_DELAY", 1.0)):
-        setattr(rank_calls, name, value)
+        setattr(settings, name, value)
     seconds = 5 if case == "outlasts_the_others" else 120
     dist.init_process_group("gloo", timeout=timedelta(seconds=seconds))
     torch.set_num_threads(1)
-    lone = Lone(folder, untrained=case == "makes_its_first_call_before_a_barrier")
+    untrained = case == "makes_its_first_call_before_a_barrier"
     started = time.monotonic()
     try:
+        lone = Lone(folder, untrained=untrained, unplanned=case.startswith("parallelizes"))
         CASES[case](lone)
     except (sw.DataError, RuntimeError) as error:
         kind, text = type(error).__name__, str(error).replace("\n", " / ")

@@ -10,6 +10,9 @@ from itertools import groupby, pairwise
 WAITING = "the ranks wait for each other"
 """Beginning of the deadlock error message if no rank has exited."""
 
+TWO_THREADS = "two threads of a rank make collective calls at once"
+"""Beginning of the error message if a thread begins a call while another is inside one."""
+
 REMEDY = (
     "make the same calls in the same order on all ranks: train, evaluate, save and gather on all of"
     " them, and only then let rank 0 write or print"
@@ -140,6 +143,24 @@ def exited_too_early(waiting: RankState, exited: Sequence[RankState]) -> str:
         " and gathering on all"
     )
     return f"{has_ended}, but rank {waiting.rank} waits {waiting}\n{remedy}"
+
+
+def calls_of_two_threads(inside: RankState, name: str, thread: str, line: str) -> str:
+    """Return the error message of a rank whose threads are inside two collective calls.
+
+    Args:
+        inside: the state of the rank, with the first call.
+        name: name of the second call.
+        thread: name of the thread of the second call.
+        line: the line of the user's program of the second call.
+    """
+    suffix = f" ({line})" if line else ""
+    return (
+        f"{TWO_THREADS}: rank {inside.rank} is in {inside.call_with_line}, and thread {thread!r}"
+        f" begins {name}{suffix}\nmake the calls of all models in one thread, in the same order on"
+        " all ranks; a thread beside it may use copies that one call has made, as those of"
+        " `with sw.whole(net): copy = deepcopy(net.state_dict())`"
+    )
 
 
 def store_has_ended(waiting: RankState) -> str:

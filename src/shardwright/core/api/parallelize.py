@@ -25,9 +25,10 @@ from shardwright.core.partition.fold_axes import dtensor_axes
 from shardwright.core.plan import Plan
 from shardwright.core.planner.pipeline import Pipeline
 from shardwright.core.runtime.accelerator import device_of_group, use_device
+from shardwright.core.runtime.counted_calls import rank_calls
 from shardwright.core.runtime.devices import Devices
 from shardwright.core.runtime.micro_batches import empty_full_batch
-from shardwright.core.runtime.rank_calls import WARN_AFTER, rank_calls
+from shardwright.core.runtime.rank_calls import WARN_AFTER
 from shardwright.core.torch_internals import pytree
 from shardwright.errors import PlanError, ShardwrightError
 

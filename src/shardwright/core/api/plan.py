@@ -37,6 +37,7 @@ from shardwright.core.plan.ranked import RankedPlans
 from shardwright.core.planner.options import COUNT, KeywordOptions, PlanOptions
 from shardwright.core.planner.ranking import Ranking, options_to_rank
 from shardwright.core.planner.requirement import one_of
+from shardwright.core.runtime.counted_calls import watch_rank
 from shardwright.core.search.assign_stages import StageConfig
 from shardwright.errors import PlanError, StrategyError
 from shardwright.progress import OnProgress, ignore_progress
@@ -179,6 +180,8 @@ def plan(
     # `locals()` has exactly the parameters here, as no variable is assigned yet.
     options = PlanOptions.from_arguments(locals())
     _check_model_and_arguments(net, args, kwargs)
+    # A rank that then calls `parallelize` alone learns where this one waits.
+    watch_rank()
     plan_with_options = plan_collectively if collective else plan_model
     return plan_with_options(options, net, args, kwargs)
 

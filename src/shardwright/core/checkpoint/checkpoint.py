@@ -50,8 +50,8 @@ from shardwright.core.parallel.module import ParallelModule
 from shardwright.core.parallel.uninitialized import allocate_memory
 from shardwright.core.plan import Plan
 from shardwright.core.runtime.accelerator import HOST_BACKEND
+from shardwright.core.runtime.counted_calls import by_all_ranks
 from shardwright.core.runtime.devices import world_timeout
-from shardwright.core.runtime.rank_calls import by_all_ranks
 from shardwright.errors import CheckpointError, DamagedCheckpointError, LockError
 
 # DCP warns if it runs without a process group, as a single process intentionally does.

@@ -40,8 +40,8 @@ from shardwright.core.checkpoint.torch_file import (
 from shardwright.core.parallel.module import ParallelModule
 from shardwright.core.parallel.module_wrapper import wrapped_model
 from shardwright.core.parallel.uninitialized import allocate_memory
+from shardwright.core.runtime.counted_calls import by_all_ranks
 from shardwright.core.runtime.dtensor import detached_local
-from shardwright.core.runtime.rank_calls import by_all_ranks
 from shardwright.core.torch_internals.dtensor import local_part_of
 from shardwright.errors import CheckpointError
 from shardwright.text_files import parse_json, read_text

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardwright.core.runtime.rank_calls import begin_backward
+from shardwright.core.runtime.counted_calls import begin_backward
 from shardwright.core.torch_internals.dispatch import in_backward_pass, in_transform
 from shardwright.errors import PlanError
 

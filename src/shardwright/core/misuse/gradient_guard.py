@@ -19,8 +19,8 @@ from torch import Tensor
 from shardwright.core.agreement.collective import has_other_ranks
 from shardwright.core.misuse.batch_guard import FIRST_CALLS, PERIOD
 from shardwright.core.misuse.ranks import delay_data_errors, is_due
+from shardwright.core.runtime.counted_calls import begin_backward
 from shardwright.core.runtime.devices import Devices
-from shardwright.core.runtime.rank_calls import begin_backward
 from shardwright.errors import DataError
 
 TOLERANCE = 1e-3

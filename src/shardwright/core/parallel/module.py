@@ -34,8 +34,8 @@ from shardwright.core.parallel.stored_tensors import (
 from shardwright.core.parallel.template import template_of
 from shardwright.core.parallel.uninitialized import Initialization, tie_parameters_like
 from shardwright.core.partition.partitioned import Partitioned
+from shardwright.core.runtime.counted_calls import model_call
 from shardwright.core.runtime.devices import Devices
-from shardwright.core.runtime.rank_calls import model_call
 from shardwright.core.runtime.total_norms import extend_total_norms
 from shardwright.core.torch_internals.distributed import before_data_parallel
 from shardwright.core.torch_internals.hooks import hooks_of_modules, swap_forward_hooks

@@ -15,8 +15,8 @@ from shardwright.core.misuse.calls_of_parts import explain_calls_of_parts, leave
 from shardwright.core.parallel.execution import Execution
 from shardwright.core.parallel.module import ParallelModule
 from shardwright.core.parallel.module_wrapper import wrapped_model
+from shardwright.core.runtime.counted_calls import collective_call
 from shardwright.core.runtime.dtensor import detached_local
-from shardwright.core.runtime.rank_calls import collective_call
 from shardwright.core.runtime.sent_dtypes import broadcast
 from shardwright.core.torch_internals.dtensor import local_part_of
 from shardwright.core.torch_internals.hooks import add_forward_hooks, swap_forward_hooks

@@ -20,6 +20,7 @@ from shardwright.core.plan.plan_file import plan_from_json, plan_to_json
 from shardwright.core.plan.strategies import strategies
 from shardwright.core.plan.table import plan_text
 from shardwright.core.rules import rule_of
+from shardwright.core.runtime.counted_calls import watch_rank
 from shardwright.errors import PlanError, printable
 from shardwright.text_files import read_text, write_text
 
@@ -120,6 +121,8 @@ class Plan(PlanData):
         Raises:
             PlanError: if the file does not exist or is not a plan of this file version.
         """
+        # A rank that then calls `parallelize` alone learns where this one waits.
+        watch_rank()
         return cls.from_json(read_text(path, PlanError), str(path))
 
     def report(

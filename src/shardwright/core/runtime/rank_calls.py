@@ -8,6 +8,9 @@ closes its connections to other ranks, which ends the collectives that block the
 Some calls wait in the store for all ranks before they communicate: calls that one rank might make
 alone by mistake, and calls that `ExpectedCalls` did not predict. Other calls do not access the
 store.
+
+From its first plan on, a rank is watched but counts nothing. It then only reports the collective in
+which it waits, if another rank has begun to count.
 """
 
 from __future__ import annotations
@@ -18,45 +21,33 @@ import sys
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import cache, wraps
-from itertools import count
 from multiprocessing.util import Finalize
-from typing import ParamSpec, TypeVar
-from weakref import WeakKeyDictionary, ref
+from typing import ClassVar
+from weakref import ref
 
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore
 
-from shardwright.core.agreement.collective import has_other_ranks
 from shardwright.core.agreement.expected_calls import ExpectedCalls
 from shardwright.core.agreement.rank_states import (
+    TWO_THREADS,
     WAITING,
     RankState,
+    calls_of_two_threads,
     difference_of_calls,
     exited_too_early,
     store_has_ended,
 )
 from shardwright.core.runtime.collective_errors import PEER_FAILURE, naming_redistributions
 from shardwright.core.runtime.connections import close_connections
-from shardwright.core.runtime.devices import Devices, stages_of_plan
 from shardwright.core.runtime.place_in_program import last_exception, waiting_call_and_line
-from shardwright.core.torch_internals.autograd import around_backward
-from shardwright.core.torch_internals.distributed import (
-    around_world_collectives,
-    group_timeout,
-    own_connection,
-)
-from shardwright.core.torch_internals.dtensor import around_redistributions
+from shardwright.core.torch_internals.distributed import group_timeout, own_connection
 from shardwright.errors import CommunicationError, DataError, ShardwrightError
 
 log = logging.getLogger(__name__)
-
-Params = ParamSpec("Params")
-CallResult = TypeVar("CallResult")
 
 IDLE_SECONDS = 3.0
 """Seconds without a collective call after which a rank writes its state to the store."""
@@ -86,23 +77,33 @@ class RankCalls:
 
     Args:
         world: the default process group.
-        number: number of earlier default process groups, equal on all ranks; part of the keys in
-            the store, which may still have keys of earlier groups.
     """
 
-    def __init__(self, world: dist.ProcessGroup, number: int) -> None:
+    num_counted_groups: ClassVar[int] = 0
+    """Number of default process groups in which this process has counted calls, equal on all ranks;
+    part of the keys in the store, which may still have keys of earlier groups."""
+
+    def __init__(self, world: dist.ProcessGroup) -> None:
         self.error = ""
         """The error that further calls of this rank raise; empty without an error."""
-        self._rank, self._world_size = world.rank(), world.size()
+        self.counting_thread: threading.Thread | None = None
+        """The thread in which this rank began to count calls; None as long as the rank is only
+        watched."""
+        self._world, self._rank, self._world_size = ref(world), world.rank(), world.size()
         self._longest_wait = group_timeout(world)
         # A connection for each thread, as both may block in it.
         self._store, self._barrier_store = (
-            PrefixStore(f"calls of ranks {number}", own_connection(world)) for _ in range(2)
+            PrefixStore(f"calls of ranks {self.num_counted_groups}", own_connection(world))
+            for _ in range(2)
         )
         self._calls = deque[str](maxlen=MAX_CALLS)
         self._count, self._counts = 0, Counter[str]()
         self._depth, self._changed = 0, time.monotonic()
-        self._in_backward = False
+        # Held while a thread finds out whether another is inside a call.
+        self._depth_lock = threading.Lock()
+        # Threads whose innermost backward pass is counted, and the last that began one.
+        self._in_backward = set[int]()
+        self._backward_thread_id = threading.get_ident()
         self._expected = ExpectedCalls()
         self._last_barrier = ""
         self._has_differed = self._is_retry = False
@@ -117,11 +118,18 @@ class RankCalls:
         # With a weak reference, so that a destroyed group is freed; a daemon, as it may block in
         # the store.
         self._thread = threading.Thread(
-            target=self._watch_rank_until_end, args=(ref(world),), daemon=True
+            target=self._watch_rank_until_end, args=(self._world,), daemon=True
         )
         self._thread.start()
         # Not `atexit`, whose functions processes of `multiprocessing` do not call.
         Finalize(None, self.end, exitpriority=0)
+
+    def start_counting(self) -> None:
+        """Count the calls of this rank from now on, and let the other ranks report where they
+        wait."""
+        self.counting_thread = threading.current_thread()
+        RankCalls.num_counted_groups += 1
+        self._barrier_store.set("calls are counted", "")
 
     def end(self) -> None:
         """Stop the watching thread, and report to other ranks that this rank ends."""
@@ -129,8 +137,10 @@ class RankCalls:
         # Bounded, as the thread may be blocked in the store.
         self._thread.join(ERROR_DELAY)
         with suppress(RuntimeError):  # The store is gone, and with it the run.
-            # With the common error all ranks end, and none of them too early.
-            if not self.error:
+            # With the common error all ranks end, and none of them too early. A group that was only
+            # watched has the keys of the next.
+            is_replaced = dist.group.WORLD not in (None, self._world())
+            if not self.error and (self.counting_thread or not is_replaced):
                 state = replace(
                     self._make_rank_state(), is_inside=False, exception=last_exception()
                 )
@@ -154,11 +164,9 @@ class RankCalls:
             CommunicationError: if another rank has ended, or does not respond.
         """
         # Inner calls follow from the outermost on every rank.
-        if self._depth:
+        if not self._enter_outermost_call(name):
             yield
             return
-        # The thread whose stack shows where this rank waits.
-        self._thread_id = threading.get_ident()
         is_expected = self._count_call(name)
         try:
             with self.explaining_errors():
@@ -175,25 +183,29 @@ class RankCalls:
     @contextmanager
     def backward_passes(self) -> Iterator[None]:
         """Context of `torch.autograd.backward`, in which `begin_backward` counts one call."""
+        thread_id = self._backward_thread_id = self._get_calling_thread_id()
         # Calls of autograd may be nested, as in a reentrant checkpoint.
-        is_within_another, self._in_backward = self._in_backward, False
+        is_within_another = thread_id in self._in_backward
+        self._in_backward.discard(thread_id)
         try:
             with self.explaining_errors():
                 yield
         except BaseException as error:
-            if self._in_backward:
+            if thread_id in self._in_backward:
                 self._remove_last_call(BACKWARD, error)
             raise
         finally:
-            if self._in_backward:
+            if thread_id in self._in_backward:
                 self._depth, self._changed = 0, time.monotonic()
-            self._in_backward = is_within_another
+                self._in_backward.discard(thread_id)
+            if is_within_another:
+                self._in_backward.add(thread_id)
 
     def begin_backward(self) -> None:
         """Count the running backward pass, unless within a counted call or already counted."""
-        if not self._depth:
+        if self._enter_outermost_call(BACKWARD):
             is_expected = self._count_call(BACKWARD)
-            self._in_backward = True
+            self._in_backward.add(self._get_calling_thread_id())
             if not is_expected:
                 self._wait_until_all_begin_call()
 
@@ -201,13 +213,46 @@ class RankCalls:
         """Return the number of collective calls named `name` that this rank has begun."""
         return self._counts[name]
 
-    def _count_call(self, name: str) -> bool:
-        """Count a collective call; return whether `ExpectedCalls` predicted it."""
+    def _enter_outermost_call(self, name: str) -> bool:
+        """Enter a collective call unless this thread is inside one; return whether it was entered.
+
+        Raises:
+            DataError: if another thread is inside a call, as threads have no common order on all
+                ranks.
+        """
         if self.error:
             raise self._make_exception_from_error()
+        thread_id = self._get_calling_thread_id()
+        with self._depth_lock:
+            if not self._depth:
+                # The stack of this thread shows where the rank waits.
+                self._depth, self._thread_id = 1, thread_id
+                return True
+        if thread_id == self._thread_id or _is_thread_of_autograd():
+            return False
+        _, line = waiting_call_and_line(sys._getframe())
+        thread = threading.current_thread().name
+        error = calls_of_two_threads(self._make_rank_state(), name, thread, line)
+        # Not `self.error`: the watching threads of all ranks read it, and wake what waits.
+        self._barrier_store.set("error", error)
+        time.sleep(ERROR_DELAY)
+        raise DataError(error)
+
+    def _get_calling_thread_id(self) -> int:
+        """Return the identifier of this thread, or of the last thread that has begun a backward
+        pass if this one belongs to autograd."""
+        return self._backward_thread_id if _is_thread_of_autograd() else threading.get_ident()
+
+    @property
+    def is_inside_a_call(self) -> bool:
+        """Whether a thread of this rank is inside a collective call."""
+        return self._depth > 0
+
+    def _count_call(self, name: str) -> bool:
+        """Count a collective call; return whether `ExpectedCalls` predicted it."""
         self._counts[name] += 1
         self._calls.append(f"{name} {self._counts[name]}")
-        self._depth, self._count, self._changed = 1, self._count + 1, time.monotonic()
+        self._count, self._changed = self._count + 1, time.monotonic()
         self._is_retry, self._has_differed = self._has_differed, False
         # A repeated call waits for all ranks, since others may still be in the refused one.
         return self._expected.begin(name) and not self._is_retry
@@ -220,7 +265,7 @@ class RankCalls:
         self._has_differed = isinstance(error, DataError)
 
     def _make_exception_from_error(self) -> Exception:
-        is_of_all = self.error.startswith(WAITING)
+        is_of_all = self.error.startswith((WAITING, TWO_THREADS))
         return DataError(self.error) if is_of_all else CommunicationError(self.error)
 
     def _wait_until_all_begin_call(self, max_wait: float = math.inf) -> None:
@@ -318,7 +363,8 @@ class RankCalls:
             while (
                 not (self._ended.wait(POLL_INTERVAL) or self.error) and world() is dist.group.WORLD
             ):
-                self._exchange_states_with_store()
+                if self.counting_thread or self._store.check(["calls are counted"]):
+                    self._exchange_states_with_store()
 
     def _exchange_states_with_store(self) -> None:
         """Write the state of an idle rank to the store, and read the common error of all ranks."""
@@ -376,124 +422,7 @@ class RankCalls:
         return replace(state, is_retry=is_inside and self._is_retry)
 
 
-@cache
-def _get_counters_by_group() -> WeakKeyDictionary[dist.ProcessGroup, RankCalls]:
-    """Return the counters by default process group; the first call hooks into collectives."""
-    around_backward(_count_backward_passes)
-    around_world_collectives(_count_world_collective)
-    around_redistributions(_count_redistribution)
-    return WeakKeyDictionary()
-
-
-@cache
-def _get_default_group_numbers() -> Iterator[int]:
-    return count()
-
-
-def rank_calls() -> RankCalls | None:
-    """Return the counter of this rank's collective calls; None without other ranks.
-
-    Every rank must call this function first at the same point of its program.
-    """
-    if not has_other_ranks():
-        return None
-    groups, world = _get_counters_by_group(), dist.group.WORLD
-    assert world is not None
-    if world not in groups:
-        groups[world] = RankCalls(world, next(_get_default_group_numbers()))
-    return groups[world]
-
-
-def collective_call(name: str, devices: Devices | None = None) -> AbstractContextManager[None]:
-    """Return the context of a collective call that waits until all ranks have begun the call.
-
-    For calls that one rank might make alone by mistake, such as saving a checkpoint.
-
-    Args:
-        name: name of the call, equal on all ranks.
-        devices: the devices of the model; nothing is counted on one device.
-
-    Raises:
-        DataError: on all ranks, if they wait for each other in different calls.
-    """
-    calls = rank_calls() if devices is None or devices.is_distributed else None
-    return nullcontext() if calls is None else calls.call(name, always_synchronizes=True)
-
-
-def by_all_ranks(
-    name: str,
-) -> Callable[[Callable[Params, CallResult]], Callable[Params, CallResult]]:
-    """Return a decorator that runs each call of a function in `collective_call(name)`."""
-
-    def decorate(function: Callable[Params, CallResult]) -> Callable[Params, CallResult]:
-        @wraps(function)
-        def call(*args: Params.args, **kwargs: Params.kwargs) -> CallResult:
-            with collective_call(name):
-                return function(*args, **kwargs)
-
-        return call
-
-    return decorate
-
-
-def model_call(name: str, devices: Devices) -> AbstractContextManager[None]:
-    """Return the context of a model's call; waits for all ranks unless the call was predicted.
-
-    Raises:
-        DataError: on all ranks, if they wait for each other in different calls.
-    """
-    calls = rank_calls() if devices.is_distributed else None
-    # The first model, often the only one, has the plain name.
-    if devices.model > 1:
-        name = f"model {devices.model}'s {name}"
-    return nullcontext() if calls is None else calls.call(name)
-
-
-def begin_backward() -> None:
-    """Count the running backward pass of a model on several devices as a collective call."""
-    calls = rank_calls()
-    if calls is not None:
-        calls.begin_backward()
-
-
-def _count_backward_passes() -> AbstractContextManager[None]:
-    calls = rank_calls()
-    return nullcontext() if calls is None else calls.backward_passes()
-
-
-def counted_call(name: str, *, waits: bool = True) -> AbstractContextManager[None]:
-    """Return the context that counts a collective call.
-
-    No effect before the first `rank_calls()`, and outside the main thread.
-
-    Args:
-        name: name of the call, equal on all ranks.
-        waits: whether the call returns only after all ranks have begun it; False for asynchronous
-            calls and calls with a source rank.
-    """
-    world = dist.group.WORLD
-    # Other threads, such as those of asynchronous checkpoints, make their calls in no fixed order
-    # with those of the main thread.
-    if threading.current_thread() is not threading.main_thread() or world is None:
-        return nullcontext()
-    calls = _get_counters_by_group().get(world)
-    max_wait = math.inf if waits else MAX_WAIT
-    return nullcontext() if calls is None else calls.call(name, max_wait=max_wait)
-
-
-def _count_world_collective(name: str, waits: bool) -> AbstractContextManager[None]:
-    """Return the context that counts a collective over all ranks, including the user's own.
-
-    Args:
-        name: name of the function of `torch.distributed`.
-        waits: whether the collective returns only after all ranks have called it.
-    """
-    return counted_call(f"`{name}`", waits=waits)
-
-
-def _count_redistribution(mesh: DeviceMesh) -> AbstractContextManager[None]:
-    """Return the context that counts a redistribution of a DTensor, such as `full_tensor()`."""
-    # Stages have different parameters, so not all ranks redistribute.
-    if stages_of_plan(mesh) != 1:
-        return nullcontext()
-    return counted_call("DTensor redistribution")
+def _is_thread_of_autograd() -> bool:
+    """Whether this thread was not started by Python, as those of backward passes on accelerators,
+    for which the thread that has begun the pass waits."""
+    return type(threading.current_thread()).__name__ == "_DummyThread"

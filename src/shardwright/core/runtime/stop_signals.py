@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from shardwright.core.agreement.collective import has_other_ranks
 from shardwright.core.runtime.accelerator import device_of_host_values
-from shardwright.core.runtime.rank_calls import counted_call
+from shardwright.core.runtime.counted_calls import counted_call
 
 REPEAT_SECONDS = 2.0
 """Seconds within which repeated signals count as one: a terminal signals each process of a run, and
