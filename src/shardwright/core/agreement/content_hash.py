@@ -22,7 +22,7 @@ ROWS = 256
 """Rows that `content_hash` multiplies at once on an accelerator, which bounds temporary memory."""
 
 SAMPLE = 2**13
-"""Number of words that `sample_of` takes of a large tensor."""
+"""Number of int64 words of a large tensor that `sample_of` reads."""
 
 _MULTIPLIERS = (-7046029254386353131, -4658895280553007687, -7723592293110705685)
 """The increment and the two multipliers of SplitMix64, as signed numbers."""

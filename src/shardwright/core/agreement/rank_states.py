@@ -88,7 +88,7 @@ def difference_of_calls(states: Sequence[RankState]) -> str:
     Args:
         states: the last known state of each rank.
     """
-    checks = _made_different_calls, _are_deadlocked, _has_repeated_call
+    checks = _made_different_calls, _are_deadlocked, _is_second_retrying_alone
     if not any(check(*pair) for pair in _pair_distinct_states(states) for check in checks):
         return ""
     # `groupby` joins neighbors only, and within a group ranks are formatted in ascending order.
@@ -193,7 +193,7 @@ def _are_deadlocked(a: RankState, b: RankState) -> bool:
     return a.is_inside and bool(b.waits_in) and not b.is_inside and b.count < a.count
 
 
-def _has_repeated_call(a: RankState, b: RankState) -> bool:
+def _is_second_retrying_alone(a: RankState, b: RankState) -> bool:
     # `a` is in the collectives of the first attempt, which the collectives of `b` do not match.
     return a.is_inside and b.is_inside and a.count == b.count and b.is_retry and not a.is_retry
 

@@ -151,9 +151,11 @@ def is_orthogonalized_by(optimizer: str | torch.optim.Optimizer, shard: TrainedS
 
 
 def _muon_exchange_bytes(shard: TrainedShard) -> int:
-    """Return how many more temporary bytes Muon needs for a sharded matrix than for a full one.
+    """Return how many more bytes Muon needs for a sharded matrix, at the peak of an optimizer step,
+    than were measured with the full matrix.
 
-    Two bfloat16 buffers of the full matrix, minus the momentum of the shards on other devices.
+    The rank that orthogonalizes the matrix holds two bfloat16 buffers of its full shape. It does
+    not hold the momentum of the other shards, which the measurement includes.
     """
     buffers = 2 * prod(shard.full) * torch.bfloat16.itemsize
     return buffers - (prod(shard.full) - prod(shard.shape)) * shard.dtype.itemsize

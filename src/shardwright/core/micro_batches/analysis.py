@@ -67,10 +67,13 @@ def graph_of_micro_batch(flow: SampleFlow) -> Graph:
 
 
 def _check_numbers(flow: SampleFlow, mixed: Collection[Value]) -> None:
-    """Check that Python code reads no number from an output that mixes samples.
+    """Check the outputs that Python code converts to numbers, as by `.item()`.
+
+    Args:
+        mixed: outputs that combine several samples in a way that micro-batches cannot reproduce.
 
     Raises:
-        UnsplittableError: for the operator that mixes the samples.
+        UnsplittableError: if Python code converts an output in `mixed` to a number.
     """
     graph = flow.pair.batch
     for index in graph.python.read_outputs if graph.python is not None else ():

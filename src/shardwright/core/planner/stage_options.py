@@ -1,5 +1,7 @@
-"""Options with fixed numbers of stages and micro-batches, in the queue of the search under a memory
-limit."""
+"""Plan options with fixed numbers of stages and micro-batches, and bounds on their step time.
+
+The search under a memory limit queues them by these bounds (`search_queue`).
+"""
 
 from __future__ import annotations
 
