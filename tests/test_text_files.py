@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import stat
 import warnings
@@ -92,3 +93,11 @@ def test_an_edit_is_noticed_and_another_layout_of_the_file_is_not() -> None:
         warn_if_edited(data, "x.json")
     with pytest.warns(EditedFileWarning, match=r"x\.json was edited or damaged"):
         warn_if_edited({**written, "a": [1, 0.1, 0]}, "x.json")
+
+
+def test_nothing_is_written_through_a_link_in_place_of_the_new_file(tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.write_text("precious")
+    (tmp_path / f".plan.json.{os.getpid()}.partial").symlink_to(other)
+    write_text(tmp_path / "plan.json", "new")
+    assert (other.read_text(), (tmp_path / "plan.json").read_text()) == ("precious", "new")

@@ -110,12 +110,9 @@ def write_text(path: str | Path, text: str) -> None:
         return
     # Through links, so that a rename replaces the file and not the link to it.
     target = target.resolve()
-    # In the same folder, since a rename is atomic only within a file system.
-    # File systems limit names to 255 bytes, and a character may have several.
-    prefix = os.fsencode(target.name)[:200].decode(errors="ignore")
-    partial = target.with_name(f".{prefix}.{os.getpid()}.partial")
+    partial = partial_file(target, f".{os.getpid()}")
     try:
-        with partial.open("w", encoding="utf-8") as file:
+        with partial.open("x", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             # On disk before the rename, or a crash could leave an empty file in place of the old
@@ -132,6 +129,28 @@ def write_text(path: str | Path, text: str) -> None:
             # The name of the user's file, which is the one that could not be written.
             error.filename, error.filename2 = str(path), None
         raise
+
+
+def partial_file(target: Path, suffix: str = "") -> Path:
+    """Return the path of a new file that replaces `target` once it is complete.
+
+    Removes a file that an interrupted process has left there. To be opened with mode `x`: through a
+    link, another user's or an untrusted folder's, any file of the user could be overwritten.
+
+    Raises:
+        OSError: if a leftover cannot be removed.
+    """
+    # Hidden, unlike files of the user. In the same folder, since a rename is atomic only within a
+    # file system. File systems limit names to 255 bytes, and a character may have several.
+    prefix = os.fsencode(target.name)[:200].decode(errors="ignore")
+    partial = target.with_name(f".{prefix}{suffix}.partial")
+    try:
+        partial.unlink(missing_ok=True)
+    except OSError as error:
+        # The name of the user's file, which is the one that could not be written.
+        error.filename = str(target)
+        raise
+    return partial
 
 
 def content_digest(data: Mapping[str, Any]) -> str:

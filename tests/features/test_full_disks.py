@@ -63,7 +63,7 @@ def test_tokens_whose_checksums_cannot_be_written_leave_the_earlier_file(tmp_pat
 
 
 def test_a_folder_that_cannot_be_written_is_refused_when_it_is_locked(tmp_path: Path) -> None:
-    (tmp_path / ".lock").write_text("left by a killed run")
+    (tmp_path / ".lock").write_text("process 1 on a killed machine")
     with (
         no_file_above(100),
         pytest.raises(LockError, match=rf"cannot write to {tmp_path}: File too large\nuse a"),

@@ -1,6 +1,7 @@
 """Checkpoints: on one device here, on four devices in one launch, a matrix of plans (slow)."""
 
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -305,3 +306,35 @@ def test_what_cannot_be_loaded_or_saved_is_said(tmp_path: Path) -> None:
     (tmp_path / "step-3" / INFO_FILE).write_text('{"version": 9}')
     with pytest.raises(sw.CheckpointError, match="unsupported checkpoint version 9"):
         sw.load_checkpoint(tmp_path, net)
+
+
+@pytest.mark.parametrize("name", ["step-3", "step-3.partial", "step-1.removed", "step-3.replaced"])
+@pytest.mark.parametrize("kind", ["file", "pipe", "link to nothing"])
+def test_what_is_not_a_folder_of_a_checkpoint_is_refused_before_anything_is_written(
+    tmp_path: Path, name: str, kind: str
+) -> None:
+    path = tmp_path / name
+    if kind == "file":
+        path.write_text("precious")
+    elif kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to(tmp_path / "nothing")
+    with pytest.raises(sw.CheckpointError, match=f"{name} is not a folder.*\n.*another folder"):
+        sw.save_checkpoint(tmp_path, model(0), position=HERE)
+    assert sorted({each.name for each in tmp_path.iterdir()} - {".lock"}) == [name]
+    assert kind != "file" or path.read_text() == "precious"
+
+
+@pytest.mark.parametrize("step", [2, 3])
+def test_of_a_checkpoint_that_was_moved_and_linked_only_the_link_is_removed(
+    tmp_path: Path, step: int
+) -> None:
+    """Step 3 is saved: it replaces the link, or removes it as too old."""
+    folder, moved = tmp_path / "run", tmp_path / "large disk"
+    sw.save_checkpoint(folder, model(0), position=sw.Position(step))
+    (folder / f"step-{step}").rename(moved)
+    (folder / f"step-{step}").symlink_to(moved)
+    sw.save_checkpoint(folder, model(1), position=HERE, keep=1)
+    assert [path.name for path in folder.iterdir()] == ["step-3"]
+    assert (moved / ".metadata").is_file()

@@ -130,3 +130,26 @@ def test_no_two_of_many_processes_hold_a_lock_at_once(
     for process in processes:
         process.join(500)
     assert [process.exitcode for process in processes] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("kind", ["link", "hard link", "other file", "pipe", "dangling link"])
+def test_only_a_lock_file_is_written(tmp_path: Path, kind: str) -> None:
+    """A folder from a stranger could have a link to any file of the user there."""
+    other, folder = tmp_path / "other", tmp_path / "run"
+    folder.mkdir()
+    if kind != "dangling link":
+        other.write_text("precious")
+    lock = folder / ".lock"
+    if "hard" in kind:
+        os.link(other, lock)
+    elif "link" in kind:
+        lock.symlink_to(other)
+    elif kind == "pipe":
+        os.mkfifo(lock)
+    else:
+        lock.write_text("precious")
+    with pytest.raises(LockError, match=r"run/\.lock is not a lock file"), lock_folders(folder):
+        pass
+    assert os.path.lexists(lock)
+    assert other.read_text() == "precious" if other.exists() else kind == "dangling link"
+    assert kind != "other file" or lock.read_text() == "precious"

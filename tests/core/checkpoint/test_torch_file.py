@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -44,3 +45,21 @@ def test_what_cannot_be_read_is_one_error(
     with pytest.raises(CheckpointError, match=r"optimizer\.pt: cannot be read as pt"):
         read_torch_file(file)
     assert "run" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", ["link", "hard link", "pipe"])
+def test_nothing_is_written_through_what_is_in_place_of_the_new_file(
+    tmp_path: Path, kind: str
+) -> None:
+    other, file = tmp_path / "other", tmp_path / "weights.pt"
+    other.write_text("precious")
+    partial = tmp_path / ".weights.pt.partial"
+    if kind == "link":
+        partial.symlink_to(other)
+    elif kind == "hard link":
+        os.link(other, partial)
+    else:
+        os.mkfifo(partial)
+    write_torch_file({}, file)
+    assert other.read_text() == "precious"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "weights.pt"]

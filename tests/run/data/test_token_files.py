@@ -156,3 +156,14 @@ def test_a_pipe_in_a_folder_of_token_files_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "b.bin")
     with pytest.raises(DataError, match=r"b\.bin: not a regular file\n"):
         token_sequences(tmp_path, 16)
+
+
+def test_tokens_are_not_written_through_links_in_place_of_the_new_files(tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.write_text("precious")
+    for name in (".tokens.bin.partial", ".tokens.bin.partial.checksum"):
+        (tmp_path / name).symlink_to(other)
+    write_tokens(tmp_path / "tokens.bin", np.arange(64, dtype=np.uint16))
+    assert other.read_text() == "precious"
+    sequences, _ = token_sequences(tmp_path / "tokens.bin", 32)
+    assert len(sequences) == 2

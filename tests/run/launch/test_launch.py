@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from core.checkpoint.lock_holder import FORK
+from shardwright.errors import ConfigError
 from shardwright.run.launch.launch import launch
 from shardwright.run.launch.log_folder import LogFolder
 from shardwright.run.launch.rank_failure import RankFailedError, StoppedError
@@ -171,3 +172,22 @@ def test_the_record_of_steps_is_kept_where_a_run_goes_on(logs: LogFolder) -> Non
     assert logs.steps(0).read_text() == "a step\n"
     logs.clear(1)
     assert not logs.steps(0).exists()
+
+
+@pytest.mark.parametrize("kind", ["link", "file"])
+def test_nothing_is_removed_through_links_in_place_of_a_ranks_folder(
+    tmp_path: Path, kind: str
+) -> None:
+    logs, elsewhere = LogFolder(tmp_path / "logs"), tmp_path / "thesis"
+    elsewhere.mkdir()
+    (elsewhere / "stdout").write_text("precious")
+    logs.rank(0).mkdir(parents=True)
+    logs.stdout(0).write_text("earlier")
+    if kind == "link":
+        logs.rank(1).symlink_to(elsewhere)
+    else:
+        logs.rank(1).write_text("precious")
+    with pytest.raises(ConfigError, match=r"rank\.1 is a link or a file.*\nmove it"):
+        logs.clear(2)
+    assert (elsewhere / "stdout").read_text() == "precious"
+    assert logs.stdout(0).read_text() == "earlier"

@@ -222,7 +222,7 @@ class Checkpoints:
             # Ranks wait in it while others write their files, so its timeout is long.
             self._group = dist.new_group(backend=HOST_BACKEND, timeout=world_timeout())
         # Collective: no rank starts writing before rank 0 has cleared the leftovers.
-        problem = value_of_rank(self._lock_and_clear_folder())
+        problem = value_of_rank(self._lock_and_clear_folder(position.step))
         if problem is not None:
             raise CheckpointError(f"cannot save {self.path(position.step)}: {problem}")
         if self._group is not None:
@@ -243,7 +243,7 @@ class Checkpoints:
             else:
                 state_dict_saver.save(dict(tensors), **save_options)
 
-    def _lock_and_clear_folder(self) -> str | None:
+    def _lock_and_clear_folder(self, step: int) -> str | None:
         """Lock the folder and remove leftovers of crashed runs, on rank 0 only.
 
         The lock comes first, as files of another running process would look like leftovers.
@@ -258,9 +258,9 @@ class Checkpoints:
                 locks = ExitStack()
                 locks.enter_context(lock_folders(self.folder))
                 self._locks = locks
-            clear_leftovers(self.folder)
+            clear_leftovers(self.folder, step)
         # Returned and not raised, as the other ranks wait for this value.
-        except (LockError, OSError) as error:
+        except (LockError, CheckpointError, OSError) as error:
             return f"rank 0: {error}"
         return None
 

@@ -41,6 +41,8 @@ def publish_with_checksum(partial: Path, path: Path) -> None:
     """
     # Everything is on the disk before the first of the two names changes.
     checksums = checksum_file(partial)
+    # A leftover, or a link, through which `write_text` would write.
+    checksums.unlink(missing_ok=True)
     try:
         write_text(checksums, _compute_checksum_text(partial))
         partial.replace(path)

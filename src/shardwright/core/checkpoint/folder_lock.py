@@ -6,9 +6,11 @@ last process of the run ends, even by SIGKILL, so that a leftover lock file lock
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import socket
+import stat
 import time
 import warnings
 from collections.abc import Iterator
@@ -23,6 +25,12 @@ LOCK_FILE = ".lock"
 PROBE_BYTES = 4096
 """Size of the file written to test a folder: one block of a disk, as an empty file also fits on a
 full disk."""
+
+_LOCK_TEXT = "process "
+"""Start of the content of a lock file."""
+
+_NO_LINKS_OR_PIPES = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+"""Flags with which a link cannot be opened, and a pipe or device is opened without waiting."""
 
 MAX_WAIT_SECONDS = 2.0
 """Maximum seconds to wait for a lock whose holder is about to exit."""
@@ -63,6 +71,8 @@ def _lock_folder(folder: Path) -> Iterator[list[int]]:
     try:
         lock = _acquire_lock(path)
     except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise _make_foreign_file_error(path) from None
         raise LockError(f"cannot lock {path}: {error.strerror}\nuse a writable folder") from None
     if lock is None:
         yield []
@@ -108,7 +118,7 @@ def _acquire_lock(path: Path) -> int | None:
         not support locks.
 
     Raises:
-        LockError: if another run has locked the file.
+        LockError: if another run has locked the file, or the file is not a lock file.
         OSError: if the file cannot be created.
     """
     deadline = time.monotonic() + MAX_WAIT_SECONDS
@@ -116,13 +126,16 @@ def _acquire_lock(path: Path) -> int | None:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             # Without O_TRUNC, as the file has the name of the process that holds the lock.
-            file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            file = os.open(path, os.O_RDWR | os.O_CREAT | _NO_LINKS_OR_PIPES, 0o666)
         except (FileExistsError, FileNotFoundError):
             # Another process removed the folder between the two calls: try again, unless the parent
             # is a file, so that no folder can be created.
             if path.parent.is_file() or time.monotonic() > deadline:
                 raise
             continue
+        if not _is_lock_file(file):
+            os.close(file)
+            raise _make_foreign_file_error(path)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -159,6 +172,22 @@ def _acquire_lock(path: Path) -> int | None:
         os.close(file)
 
 
+def _is_lock_file(descriptor: int) -> bool:
+    """Whether an open file is a lock file, whose content may be replaced."""
+    status = os.fstat(descriptor)
+    # A file with several names may be any file of the user. It has none if the previous holder of
+    # the lock has just removed it.
+    if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
+        return False
+    return status.st_size == 0 or os.pread(descriptor, len(_LOCK_TEXT), 0) == _LOCK_TEXT.encode()
+
+
+def _make_foreign_file_error(path: Path) -> LockError:
+    return LockError(
+        f"{path} is not a lock file, but a link or another file\nmove it, or use another folder"
+    )
+
+
 def _descriptor_matches_path(path: Path, descriptor: int) -> bool:
     """Whether the open file is still the file at `path`: the previous holder of the lock may have
     removed it."""
@@ -170,4 +199,4 @@ def _descriptor_matches_path(path: Path, descriptor: int) -> bool:
 
 def _format_lock_text(pid: int) -> str:
     """Return the text of a lock file of process `pid`, without the date at the end."""
-    return f"process {pid} on {socket.gethostname()} since "
+    return f"{_LOCK_TEXT}{pid} on {socket.gethostname()} since "

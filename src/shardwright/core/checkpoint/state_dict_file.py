@@ -44,7 +44,7 @@ from shardwright.core.runtime.counted_calls import by_all_ranks
 from shardwright.core.runtime.dtensor import detached_local
 from shardwright.core.torch_internals.dtensor import local_part_of
 from shardwright.errors import CheckpointError
-from shardwright.text_files import parse_json, read_text
+from shardwright.text_files import parse_json, partial_file, read_text
 
 SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
 """Supported suffixes of files. All but `.safetensors` have the format of `torch.save`."""
@@ -267,17 +267,19 @@ def _write_model_file(net: nn.Module, path: Path, read: Callable[[str], Tensor])
         read: returns the full tensor of a parameter or buffer, given its name.
     """
     first = checkpoint_state.first_names(net)
-    partial = path.with_name(f"{path.name}.partial")
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        _write_tensors(net, path, partial, first, read)
-        # Checksums of an earlier file of this name would not match the new content.
-        if checksum_file(path).exists():
-            publish_with_checksum(partial, path)
-        else:
-            partial.replace(path)
+        partial = partial_file(path)
+        try:
+            _write_tensors(net, path, partial, first, read)
+            # Checksums of an earlier file of this name would not match the new content.
+            if checksum_file(path).exists():
+                publish_with_checksum(partial, path)
+            else:
+                partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
     except OSError as error:
-        partial.unlink(missing_ok=True)
         raise unwritable_error(path, error) from None
 
 
@@ -293,7 +295,7 @@ def _write_tensors(
     if path.suffix == ".safetensors":
         _save_safetensors(tensors, partial, path)
     else:
-        with partial.open("wb") as file, keep_write_error(file) as stream:
+        with partial.open("xb") as file, keep_write_error(file) as stream:
             # Under all names, as in the model's own state dict: the file has shared memory once.
             torch.save({name: tensors[first[name]] for name in first}, stream)  # type: ignore[arg-type]
 

@@ -39,7 +39,7 @@ from shardwright.core.checkpoint.manifest import (
     open_regular_file,
 )
 from shardwright.core.torch_internals.checkpoint_metadata import METADATA_FILE, loads_metadata
-from shardwright.errors import DamagedCheckpointError
+from shardwright.errors import CheckpointError, DamagedCheckpointError
 
 FOLDER_NAME = re.compile(r"step-(\d+)")
 
@@ -64,6 +64,10 @@ def checkpoint_folder(folder: Path, step: int) -> Path:
     path = folder / f"step-{step}"
     replaced = path.with_name(path.name + REPLACED)
     return replaced if replaced.is_dir() and not path.is_dir() else path
+
+
+LEFTOVERS = (".partial", ".removed")
+"""Suffixes of checkpoints that are being written or removed."""
 
 
 class CheckpointReader(FileSystemReader):
@@ -197,8 +201,7 @@ class PublishingWriter(FileSystemWriter):
         if self._folder.exists():
             self._folder.rename(replaced)
         partial.rename(self._folder)
-        if replaced.exists():
-            shutil.rmtree(replaced)
+        _remove_folder(replaced)
         self._remove_old_checkpoints()
 
     def _remove_old_checkpoints(self) -> None:
@@ -308,22 +311,46 @@ class _ChecksumStream(io.BufferedIOBase):
             self._file.flush()
 
 
-def clear_leftovers(folder: Path) -> None:
-    """Remove incomplete and replaced checkpoints of crashed runs from the folder of a run."""
-    for replaced in folder.glob(f"step-*{REPLACED}"):
+def clear_leftovers(folder: Path, step: int) -> None:
+    """Remove incomplete and replaced checkpoints of crashed runs from the folder of a run.
+
+    Args:
+        step: the step whose checkpoint is to be written.
+
+    Raises:
+        CheckpointError: if a file has the name of a folder of a checkpoint. Nothing is changed.
+    """
+    replaced_folders = list(folder.glob(f"step-*{REPLACED}"))
+    # From a crash while a checkpoint was written, or while an earlier one was removed.
+    leftovers = [each for suffix in LEFTOVERS for each in folder.glob(f"step-*{suffix}")]
+    # Before anything is removed or renamed, and before a file could be taken for a checkpoint.
+    for path in (folder / f"step-{step}", *replaced_folders, *leftovers):
+        # A link without a target does not exist, but would be in the way too.
+        if os.path.lexists(path) and not path.is_dir():
+            raise CheckpointError(
+                f"{path} is not a folder, but has the name of one of a checkpoint\n"
+                "move it, or use another folder"
+            )
+    for replaced in replaced_folders:
         complete = replaced.with_name(replaced.name.removesuffix(REPLACED))
         if complete.exists():
-            shutil.rmtree(replaced)
+            _remove_folder(replaced)
         else:
             # From a crash before the new checkpoint had the name.
             replaced.rename(complete)
-    # From a crash while a checkpoint was written, or while an earlier one was removed.
-    for pattern in ("step-*.partial", "step-*.removed"):
-        for leftover in folder.glob(pattern):
-            shutil.rmtree(leftover)
+    for leftover in leftovers:
+        _remove_folder(leftover)
 
 
 def _remove_checkpoint(folder: Path) -> None:
     """Rename a checkpoint, then remove it, so that it never looks complete after a crash."""
     if folder.exists():
-        shutil.rmtree(folder.rename(folder.with_name(f"{folder.name}.removed")))
+        _remove_folder(folder.rename(folder.with_name(f"{folder.name}.removed")))
+
+
+def _remove_folder(path: Path) -> None:
+    """Remove a folder of a checkpoint; of a link only the link, as its target is elsewhere."""
+    if path.is_symlink():
+        path.unlink()
+    elif path.exists():
+        shutil.rmtree(path)

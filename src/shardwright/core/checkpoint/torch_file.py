@@ -10,6 +10,7 @@ import torch
 
 from shardwright.core.checkpoint.storage import keep_write_error
 from shardwright.errors import CheckpointError
+from shardwright.text_files import partial_file
 
 
 def read_torch_file(file: Path, *, mapped: bool = False, weights_only: bool | None = True) -> Any:
@@ -46,13 +47,15 @@ def write_torch_file(content: Any, file: Path) -> None:
     Raises:
         CheckpointError: if the file cannot be written; the message says why.
     """
-    partial = file.with_name(f"{file.name}.partial")
     try:
-        with partial.open("wb") as opened, keep_write_error(opened) as stream:
-            torch.save(content, stream)  # type: ignore[arg-type]
-        partial.replace(file)
+        partial = partial_file(file)
+        try:
+            with partial.open("xb") as opened, keep_write_error(opened) as stream:
+                torch.save(content, stream)  # type: ignore[arg-type]
+            partial.replace(file)
+        finally:
+            partial.unlink(missing_ok=True)
     except OSError as error:
-        partial.unlink(missing_ok=True)
         raise unwritable_error(file, error) from None
 
 

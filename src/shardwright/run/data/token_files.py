@@ -17,6 +17,7 @@ from torch import Tensor
 
 from shardwright.core.checkpoint.file_checksum import CheckedFile, publish_with_checksum
 from shardwright.errors import DataError, needs_extra
+from shardwright.text_files import partial_file
 
 LLM_C_DTYPES = {20240520: "uint16", 20240801: "uint32"}
 """Token dtype of an llm.c file, by its magic number, the first of 256 int32 header values."""
@@ -185,16 +186,18 @@ def write_tokens(path: str | Path, tokens: NDArray[Any]) -> None:
             f"{path}: expected a .bin file and uint16 or uint32 tokens, got {tokens.dtype}\n"
             "convert them, for example with tokens.astype(numpy.uint32)"
         )
-    partial = path.with_name(f"{path.name}.partial")
     # Little-endian on every machine, as readers of `.bin` files assume.
     content = np.ascontiguousarray(tokens, tokens.dtype.newbyteorder("<"))
     try:
-        # Not `tofile`, whose error hides the cause, such as a full disk.
-        with partial.open("wb") as file:
-            file.write(content.data)
-        publish_with_checksum(partial, path)
+        partial = partial_file(path)
+        try:
+            # Not `tofile`, whose error hides the cause, such as a full disk.
+            with partial.open("xb") as file:
+                file.write(content.data)
+            publish_with_checksum(partial, path)
+        finally:
+            partial.unlink(missing_ok=True)
     except OSError as error:
-        partial.unlink(missing_ok=True)
         raise DataError(
             f"{path} cannot be written: {error.strerror or error}\n"
             "free some space, or use another folder"

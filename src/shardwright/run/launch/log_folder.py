@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwright.errors import ShardwrightWarning
+from shardwright.errors import ConfigError, ShardwrightWarning
 
 
 class LogWarning(ShardwrightWarning):
@@ -51,11 +51,22 @@ class LogFolder:
 
         Args:
             keep_steps: whether to keep the step log, to which a resumed run appends.
+
+        Raises:
+            ConfigError: if a file or link has the name of the folder of a rank. Nothing is removed.
         """
         # The step log stays where it is: a failure on the way must not lose it.
         steps_to_keep = self.steps(0) if keep_steps else None
         # Folders of all ranks, because the earlier run may have had more than this one.
-        for rank_folder in self.run.glob("rank.[0-9]*"):
+        rank_folders = list(self.run.glob("rank.[0-9]*"))
+        for folder in rank_folders:
+            # Through a link, files elsewhere would be removed.
+            if folder.is_symlink() or not folder.is_dir():
+                raise ConfigError(
+                    f"{folder} is a link or a file, not a folder with logs of a rank\n"
+                    "move it, or choose another folder with --log-dir"
+                )
+        for rank_folder in rank_folders:
             for entry in rank_folder.iterdir():
                 # `rmtree` refuses symbolic links.
                 if entry.is_dir() and not entry.is_symlink():
