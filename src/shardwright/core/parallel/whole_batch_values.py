@@ -100,7 +100,7 @@ class GlobalBatchValues:
         return [tensors[value] for value in graph.output_values]
 
     def _gather_global_input(self, value: Value, leaf: Tensor) -> Tensor:
-        """Gather input `value` for the global batch; `leaf` is the tensor passed to this rank."""
+        """All-gather the local batch `leaf` of the model input `value` into the global batch."""
         for dim, axes in enumerate(self._arrivals.get(value.name, ())):
             if axes:
                 leaf = all_gather(dim, self._devices.group(axes))(leaf.detach())

@@ -35,8 +35,8 @@ class OutputHalos:
     """Exchange of the output rows that a shard computes for its neighbors.
 
     Args:
-        windows: windows along spatial dimensions of the output; rows of a window are rows of the
-            output, and each row of the input is one window.
+        windows: one per spatial dimension. Input and output have swapped roles, as in a transposed
+            convolution: each input row contributes to a window of output rows.
         dims: factor of each dimension of the output.
         replace: returns the arguments that differ on a shard from those of the operator.
     """

@@ -47,12 +47,12 @@ def largest_shard_count(size: int, is_valid: Callable[[int], bool]) -> int:
 
 
 class SlidingDim(Protocol):
-    """A window or a resizing (`interpolation`) that slides along one dimension of an image.
+    """A sliding window, or a resizing (`interpolation`), along one dimension of an image.
 
     Attributes:
         dim: the dimension.
         factor: factor of the dimension.
-        capacity: the number that the shard count must divide.
+        capacity: number of windows that can be distributed; the shard count must divide it.
 
     The halo of a shard has `num_rows_before` rows of the previous shard and `num_rows_after` rows
     of the next shard, or of padding. The shard reads `num_rows` of its rows with halo, starting at

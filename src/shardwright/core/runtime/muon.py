@@ -82,18 +82,18 @@ def _step_on_full_matrices(
 
 
 def _are_sharded_alike(*matrix: Tensor) -> bool:
-    return _have_placements_for_muon(matrix) and any(
+    return _are_sharded_as_muon_supports(matrix) and any(
         _is_shard_placement(placement) for placement in _get_placements(matrix[0])
     )
 
 
 def _are_all_replicated(*matrix: Tensor) -> bool:
-    return _have_placements_for_muon(matrix) and all(
+    return _are_sharded_as_muon_supports(matrix) and all(
         placement.is_replicate() for placement in _get_placements(matrix[0])
     )
 
 
-def _have_placements_for_muon(matrix: Sequence[Tensor]) -> bool:
+def _are_sharded_as_muon_supports(matrix: Sequence[Tensor]) -> bool:
     """Whether a parameter, its gradient and its momentum are DTensors with equal shards, and ranks
     are not simulated."""
     return all(isinstance(x, DTensor) and type(detached_local(x)) is Tensor for x in matrix) and (

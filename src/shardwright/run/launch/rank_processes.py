@@ -237,7 +237,7 @@ def rank_environments(
         store_port: port of the `TCPStore` on this machine, for scripts.
         restart: number of restarts so far.
         max_restarts: maximum number of restarts.
-        store_folder: private folder of the file in which the ranks meet; None to use the
+        store_folder: private folder with the rendezvous file (`FileStore`); None to use the
             `TCPStore`.
     """
     size, run = str(num_ranks), uuid.uuid4().hex

@@ -103,14 +103,14 @@ class CountTables:
     Args:
         model: time model on a device matrix whose axes have prime sizes.
         weights: weights of the linear objective.
-        plan: the cuts of a plan, by operator name. Consumers of one value share redistributions, so
-            that only a weighted mean of their costs is a lower bound; only the consumers with the
-            largest cost in this plan have a weight above 0.
+        plan: the cuts of a plan, by operator name. Consumers of one value share redistributions,
+            which cost at least any weighted mean of the consumers' costs; the mean is over the
+            consumers with the largest cost in this plan.
         on_share: called with the fraction of variables and edges whose tables are built.
 
     Attributes:
-        op_costs: for each variable the cost of each cut count, times the number of operators that
-            the variable represents.
+        op_costs: for each variable the cost of each cut count (a number of shards per factor),
+            times the number of operators that the variable represents.
         edge_tables: tables of redistributions between two variables.
         constant: cost of edges between fixed layouts.
 
