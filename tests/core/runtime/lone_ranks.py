@@ -120,6 +120,12 @@ class Lone:
             dist.all_reduce(torch.ones(3), async_op=True).wait()
         self.net(*self.batch).backward()
 
+    def reduces_a_number_in_a_group_of_its_own(self) -> None:
+        group = dist.new_group()
+        if self.alone:
+            dist.all_reduce(torch.ones(3), group=group)
+        self.net(*self.batch).backward()
+
     def evaluates_in_a_thread(self) -> None:
         with ThreadPoolExecutor(1) as threads:
             if self.alone:

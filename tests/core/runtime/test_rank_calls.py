@@ -35,6 +35,9 @@ NAMED = {
     "clips": "rank 0 in clip_grad_norm_ 1 .*, ranks 1-2 in training forward pass 4",
     "prints_a_norm": "rank 0 in DTensor redistribution 1 .*, ranks 1-2 in training forward pass 4",
     "reduces_a_number": "rank 0 in `all_reduce` 1 .*, ranks 1-2 in training forward pass 4",
+    "reduces_a_number_in_a_group_of_its_own": (
+        "rank 0 in `all_reduce` 1 .*, ranks 1-2 in training forward pass 4"
+    ),
     "leaves_out_a_backward_pass": "rank 0 in train_step 1 .*, ranks 1-2 in backward pass 4",
 }
 

@@ -8,9 +8,8 @@ from pathlib import Path
 from textwrap import shorten
 from types import FrameType
 
-import torch.distributed as dist
-
 from shardwright.core.runtime.collective_errors import PROGRAM
+from shardwright.core.torch_internals.distributed import has_all_ranks
 
 WORLD_COLLECTIVES = {
     *("barrier", "monitored_barrier", "all_reduce", "reduce", "broadcast", "all_gather"),
@@ -30,9 +29,7 @@ def waiting_call_and_line(frame: FrameType | None) -> tuple[str, str]:
     while frame is not None:
         module, code = frame.f_globals.get("__name__", ""), frame.f_code
         if module == "torch.distributed.distributed_c10d" and code.co_name in WORLD_COLLECTIVES:
-            # `torch.distributed` takes None for the default group.
-            group = frame.f_locals.get("group")
-            waits_in = code.co_name if group in (None, dist.group.WORLD) else ""
+            waits_in = code.co_name if has_all_ranks(frame.f_locals.get("group")) else ""
         elif code.co_filename != PROGRAM and not LIBRARIES.match(module):
             # Generated programs and libraries are skipped: the next frame is the user's.
             return waits_in, f"{Path(code.co_filename).name}, line {frame.f_lineno}"

@@ -126,8 +126,19 @@ ROOTED_COLLECTIVES = (
 """Names of functions that may return on one rank before other ranks have called the function."""
 
 
+def has_all_ranks(group: Any) -> bool:
+    """Whether a group is the default process group, for which None stands, or another group of all
+    ranks; False for what stands for a group without this rank."""
+    world = dist.group.WORLD
+    if group is None or group is world:
+        return True
+    if world is None or not isinstance(group, dist.ProcessGroup):
+        return False
+    return bool(group.size() == world.size())
+
+
 def around_world_collectives(context: Callable[[str, bool], AbstractContextManager[None]]) -> None:
-    """Run each collective of the default process group inside a new context manager.
+    """Run each collective of all ranks inside a new context manager.
 
     Functions imported before this call are included. The change is permanent for the process; a
     second call is ignored.
@@ -165,8 +176,7 @@ def _call_in_context(
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         group = argument(group_index, "group", args, kwargs)
-        # None stands for the default group.
-        if group is not None and group is not dist.group.WORLD:
+        if not has_all_ranks(group):
             return function(*args, **kwargs)
         is_async = bool(argument(async_index, "async_op", args, kwargs))
         with context(name, waits and not is_async):
