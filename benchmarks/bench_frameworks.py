@@ -5,6 +5,11 @@ and Fabric, on 2 local processes with gloo: gradients are accumulated over two b
 then all samples are evaluated and a checkpoint is saved, from which 1, 2 and 4 processes train a
 second epoch under a plan of their own. Numbers are the largest relative differences to one process
 without a framework. Goal: at most 1e-5. Accelerate has no checkpoints of pipeline stages.
+
+Steps are also timed beside each framework's own sharding, with the same local batches and losses:
+an encoder of 4 layers (width 256) under Fabric's `ModelParallelStrategy` with `fully_shard`, and 2
+layers of torchtitan's small LLaMA under its FSDP and its tensor parallelism. The programs take
+turns in one launch; ratios are medians and quartiles of rounds. Goal: no ratio above 1.
 """
 
 from __future__ import annotations
@@ -24,6 +29,11 @@ COLUMNS = ("framework, plan", "loss", "norm", "evaluation")
 
 
 def run(size: Size = Size.DEFAULT) -> list[Table]:
+    return [differences(), speeds(size.of(5, full=15))]
+
+
+def differences() -> Table:
+    """Losses, norms, evaluations and resumed trainings, as relative differences to one process."""
     table = Table(
         f"Largest relative difference to one process, trained on {RANKS} processes",
         (*COLUMNS, *(f"resumed on {ranks}" for ranks in RESUMED)),
@@ -31,7 +41,7 @@ def run(size: Size = Size.DEFAULT) -> list[Table]:
     missing = [name for name in ("accelerate", "lightning") if find_spec(name) is None]
     if missing:
         table.add(f"skipped: {', '.join(missing)} is not installed", *["—"] * 6)
-        return [table]
+        return table
     # Imported here because its frameworks may be missing.
     from benchmarks.frameworks_ranks import one_process
 
@@ -40,19 +50,38 @@ def run(size: Size = Size.DEFAULT) -> list[Table]:
         saved = measured(RANKS, "save", folder)
         resumed = {ranks: measured(ranks, "resume", folder) for ranks in RESUMED}
     for name, numbers in saved.items():
-        differences = [difference(numbers[key], first[key]) for key in COLUMNS[1:]]
+        found = [difference(numbers[key], first[key]) for key in COLUMNS[1:]]
         for ranks in RESUMED:
             later = resumed[ranks][name]
-            differences.append(
+            found.append(
                 None
                 if later is None
                 else max(difference(later[key], second[key]) for key in COLUMNS[1:])
             )
-        table.add(name, *("—" if each is None else f"{each:.1e}" for each in differences))
-        worst = max(each for each in differences if each is not None)
+        table.add(name, *("—" if each is None else f"{each:.1e}" for each in found))
+        worst = max(each for each in found if each is not None)
         if worst > GOAL:
             table.missed.append(f"{name}: {worst:.1e} is above {GOAL:.0e}")
-    return [table]
+    return table
+
+
+def speeds(rounds: int) -> Table:
+    """Seconds of steps under plans beside the frameworks' own sharding."""
+    table = Table(
+        f"A step on {RANKS} processes: median (smallest–largest), ratio (quartiles)",
+        ("program", "ms", "ratio to the framework's own", "difference of losses"),
+    )
+    for framework in ("lightning", "torchtitan"):
+        if find_spec(framework) is None:
+            table.add(f"skipped: {framework} is not installed", *["—"] * 3)
+            continue
+        output = torchrun("framework_speed_ranks", RANKS, framework, str(rounds))
+        for name, milliseconds, ratio, loss_difference in json.loads(output.splitlines()[-1]):
+            own = "—" if ratio is None else ratio
+            table.add(name, milliseconds, own, f"{loss_difference:.0e}")
+            if ratio is not None and float(ratio.split()[0]) > 1:
+                table.missed.append(f"{name}: {ratio} times the framework's own")
+    return table
 
 
 def difference(found: list[float], wanted: list[float]) -> float:

@@ -14,11 +14,12 @@ import torch.distributed as dist
 from safetensors.torch import save
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.optim.swa_utils import AveragedModel
 from transformers.optimization import Adafactor
 
 import shardwright as sw
+from shardwright.core.misuse.unsupported_operators import _refuse_fully_shard
 from shardwright.core.runtime.muon_adamw import MuonAdamW, table_shapes
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -362,6 +363,13 @@ def fully_shard_of_a_planned_model_is_refused() -> None:
             fully_shard(planned(**options))
 
 
+def fully_shard_of_another_model_on_an_equal_mesh_is_not_refused() -> None:
+    mesh = next(planned(**PLANS["tensor parallel"]).parameters()).device_mesh
+    other = nn.Parameter(distribute_tensor(torch.zeros(8), mesh, [Replicate()] * mesh.ndim))
+    # The check itself, since PyTorch asks for meshes that share a root.
+    _refuse_fully_shard(other)
+
+
 class Reducing(OwnOptimizer):
     """Reduces gradients itself, as optimizers for `torchrun` scripts without a wrapper do."""
 
@@ -397,6 +405,7 @@ CHECKS = [
     draws_that_differ_between_ranks_are_refused,
     an_optimizer_that_communicates_is_named,
     fully_shard_of_a_planned_model_is_refused,
+    fully_shard_of_another_model_on_an_equal_mesh_is_not_refused,
 ]
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from shardwright.core.misuse.caller import is_called_by, optimizer_among_callers
 from shardwright.core.misuse.ranks import is_due
-from shardwright.core.runtime.devices import stages_of_plan
+from shardwright.core.runtime.adopt_optimizer import is_planned_parameter
 from shardwright.core.runtime.full_tensors import (
     can_compute_on_full_tensors,
     compute_on_full_tensors,
@@ -311,7 +311,8 @@ def _refuse_collective_on_dtensors(operator: OpOverload, *_: object) -> NoReturn
 
 
 def _refuse_fully_shard(parameter: Tensor) -> None:
-    if isinstance(parameter, DTensor) and stages_of_plan(parameter.device_mesh) is not None:
+    # Not by the mesh: that of another library may equal the mesh of a plan.
+    if is_planned_parameter(parameter):
         raise PlanError(
             "`fully_shard` was called on a planned model, whose parameter of shape"
             f" {tuple(parameter.shape)} is sharded already\nremove `fully_shard`; to shard"
