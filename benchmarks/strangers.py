@@ -108,6 +108,13 @@ def _shares_a_list(metadata: Metadata) -> None:
             entry.chunks = entry.chunks * 10**6
 
 
+def _first_chunk(change: Callable[[Any], object]) -> Callable[[Path], None]:
+    """A weight's entry is changed so that some of its elements are in no file."""
+    return lambda folder: _change_metadata(
+        folder, lambda metadata: change(metadata.state_dict_metadata["model.0.weight"])
+    )
+
+
 ATTACKS: Mapping[str, Callable[[Path], object]] = {
     "attributes of a class": _written(_sets_attributes(PosixPath, __fspath__=None)),
     "attributes of DCP's": _written(_sets_attributes(MetadataIndex, __hash__=None)),
@@ -122,6 +129,11 @@ ATTACKS: Mapping[str, Callable[[Path], object]] = {
     "a tensor of 2^62 elements": _resized(2**62),
     "a tensor of 2^70 elements": _resized(2**70),
     "a negative size": _resized(-1),
+    "a tensor without chunks": _first_chunk(lambda entry: entry.chunks.clear()),
+    "a chunk of half a tensor": _first_chunk(
+        lambda entry: setattr(entry.chunks[0], "sizes", torch.Size([2, 4]))
+    ),
+    "a chunk twice": _first_chunk(lambda entry: entry.chunks.extend(entry.chunks)),
     "a name in the manifest with ..": _names_outside,
     **{
         f"{what} as {file}": _replaced(file, make)

@@ -7,6 +7,7 @@ import os
 import pickle
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from shardwright.core.checkpoint.manifest import (
     CheckpointInfo,
     CheckpointWarning,
 )
-from shardwright.core.checkpoint.storage import CheckpointReader
+from shardwright.core.checkpoint.storage import CheckpointReader, _covers_tensor
 from shardwright.errors import DamagedCheckpointError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -203,3 +204,22 @@ def test_code_in_an_entry_that_is_not_a_tensor_is_not_run(tmp_path: Path) -> Non
     ):
         sw.load_checkpoint(tmp_path, net)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("chunks", "covers"),
+    [
+        ([(0, 0, 2, 3), (2, 0, 3, 3), (0, 3, 2, 1), (2, 3, 3, 1)], True),
+        ([(0, 0, 5, 4), (5, 0, 0, 4)], True),
+        ([(0, 0, 2, 3), (2, 0, 3, 3), (0, 3, 2, 1)], False),
+        ([(0, 0, 5, 2), (0, 1, 5, 2)], False),
+        ([(0, 0, 5, 4), (0, 0, 5, 4)], False),
+        ([], False),
+    ],
+)
+def test_chunks_that_leave_elements_out_or_repeat_them_are_noticed(
+    chunks: list[tuple[int, int, int, int]], covers: bool
+) -> None:
+    """Each chunk: its offsets and its sizes; the second case has the empty shard of a rank."""
+    boxes = [SimpleNamespace(offsets=chunk[:2], sizes=chunk[2:]) for chunk in chunks]
+    assert _covers_tensor(SimpleNamespace(chunks=boxes, size=(5, 4))) == covers

@@ -5,10 +5,14 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping
+from datetime import timedelta
 
 import pytest
 
 from forked import forked
+from shardwright.errors import ConfigError
+from shardwright.run.launch.process_group import World, join_store
+from shardwright.run.launch.rendezvous_store import STORE_VARIABLE
 
 pytestmark = pytest.mark.distributed
 
@@ -75,3 +79,37 @@ def test_more_ranks_than_accelerators_compute_on_the_cpu_only_if_told_to() -> No
         "3 ranks were started on this machine, which has 2 cuda devices"
     }
     assert run((1, "0"), (1, "0"), device="cpu") == ["cpu", "cpu"]
+
+
+@pytest.mark.parametrize(
+    ("variables", "name"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "\x1b[2J"}, r"WORLD_SIZE is '\\x1b\[2J', not a number"),
+        ({"RANK": "0", "WORLD_SIZE": "9" * 5000}, "WORLD_SIZE is '9"),
+        ({"RANK": "0", "WORLD_SIZE": "0"}, "WORLD_SIZE is '0', not a number from 1"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK is '2', not a number from 0 to 1\n"),
+        ({"RANK": "", "WORLD_SIZE": "2"}, "RANK is ''"),
+        ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK is '-1'"),
+        ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "nan"}, "LOCAL_RANK is 'nan'"),
+        ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "3"}, "LOCAL_WORLD_SIZE is '3'"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_RESTART_COUNT": "x"}, "RESTART_COUNT is"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}, "MASTER_PORT is ''"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "65536"}, "MASTER_PORT is '65536'"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1"}, "MASTER_ADDR is missing"),
+    ],
+)
+def test_variables_that_no_launcher_sets_are_one_error(
+    variables: Mapping[str, str], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable in _LAUNCHER_VARIABLES:
+        monkeypatch.delenv(variable, raising=False)
+    for variable, value in variables.items():
+        monkeypatch.setenv(variable, value)
+    with pytest.raises(ConfigError, match=name):
+        join_store(World.from_environment(), timedelta(seconds=1))
+
+
+_LAUNCHER_VARIABLES = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_USE_AGENT_STORE", STORE_VARIABLE),
+)

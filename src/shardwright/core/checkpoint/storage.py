@@ -7,16 +7,19 @@ folder `step-N` is always complete.
 from __future__ import annotations
 
 import io
+import itertools
 import os
 import re
 import shutil
 import zlib
-from collections.abc import Collection, Iterator, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
+import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import (
     DefaultSavePlanner,
     create_default_global_save_plan,
@@ -31,6 +34,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from shardwright.core.agreement.collective import has_other_ranks
 from shardwright.core.checkpoint.manifest import (
     INFO_FILE,
     CheckpointInfo,
@@ -126,8 +130,15 @@ class CheckpointReader(FileSystemReader):
                 raise ValueError(
                     f"tensor {index.fqn!r} is beyond the end of {name}: copy the file again"
                 )
+        # One real rank among fake ranks has saved its own shards only, and reads only these.
+        has_all_shards = has_other_ranks() or not dist.is_initialized()
         for key, tensor in metadata.state_dict_metadata.items():
             _check_tensor_chunks(key, tensor, metadata.storage_data)
+            if has_all_shards and not _covers_tensor(tensor):
+                raise ValueError(
+                    f"the chunks of tensor {key!r} do not cover it exactly once: copy the"
+                    " checkpoint again"
+                )
 
 
 def _check_tensor_chunks(key: str, tensor: Any, storage: Mapping[MetadataIndex, Any]) -> None:
@@ -150,6 +161,32 @@ def _check_tensor_chunks(key: str, tensor: Any, storage: Mapping[MetadataIndex, 
                 f"the chunks of tensor {key!r} do not match its shape or file: copy the checkpoint"
                 " again"
             )
+
+
+def _covers_tensor(tensor: Any) -> bool:
+    """Whether the chunks of a tensor contain each of its elements exactly once.
+
+    DCP would leave elements that no chunk contains as they were, without an error.
+    """
+    chunks, size = tensor.chunks, tuple(tensor.size)
+    if len(chunks) == 1:
+        # Within bounds, so that equal sizes suffice.
+        return tuple(chunks[0].sizes) == size
+    # A count of chunks per element is determined by its differences along all dimensions, which
+    # are ±1 at the corners of each chunk: the sums must be those of a single chunk.
+    corners = Counter[tuple[int, ...]]()
+    for chunk in chunks:
+        _add_corners(corners, chunk.offsets, chunk.sizes, 1)
+    _add_corners(corners, (0,) * len(size), size, -1)
+    return not any(corners.values())
+
+
+def _add_corners(
+    corners: Counter[tuple[int, ...]], offsets: Sequence[int], sizes: Sequence[int], sign: int
+) -> None:
+    for ends in itertools.product((0, 1), repeat=len(sizes)):
+        corner = tuple(o + e * s for o, e, s in zip(offsets, ends, sizes, strict=True))
+        corners[corner] += sign * (-1) ** sum(ends)
 
 
 class PublishingWriter(FileSystemWriter):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import signal
 import sys
 from collections.abc import Iterator, Mapping
@@ -28,9 +29,13 @@ from shardwright.core.runtime.accelerator import (
 from shardwright.core.runtime.collective_errors import naming_redistributions
 from shardwright.errors import CommunicationError, ConfigError
 from shardwright.run.launch.rendezvous_store import open_private_store, serve_tcp_store
+from shardwright.text_files import short_repr
 
 # PyTorch's default for NCCL.
 TIMEOUT = timedelta(minutes=10)
+
+MAX_RANKS = 2**24
+"""Largest number of ranks that is accepted from a launcher, far more than any run has."""
 
 DeviceChoice = Literal["auto", "cpu"]
 """Device type of ranks: `auto` uses accelerators if the machine has any, `cpu` does not."""
@@ -54,15 +59,38 @@ class World:
 
     @staticmethod
     def from_environment() -> World:
-        """Read the environment variables of the launcher; without a launcher the size is 1."""
+        """Read the environment variables of the launcher; without a launcher the size is 1.
+
+        Raises:
+            ConfigError: if a variable is not a number, or the numbers contradict each other.
+        """
         if not is_launched():
             return World(rank=0, size=1, local_rank=0, local_size=1)
-        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        size = _read_number("WORLD_SIZE", range(1, MAX_RANKS + 1))
+        rank = _read_number("RANK", range(size))
         # A launcher that sets no local ranks runs all of them on this machine.
-        local_rank = int(os.environ.get("LOCAL_RANK", rank))
-        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
-        restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+        local_size = _read_number("LOCAL_WORLD_SIZE", range(1, size + 1), size)
+        local_rank = _read_number("LOCAL_RANK", range(local_size), rank)
+        restarts = _read_number("TORCHELASTIC_RESTART_COUNT", range(2**31), 0)
         return World(rank, size, local_rank, local_size, restarts)
+
+
+def _read_number(name: str, allowed: range, default: int | None = None) -> int:
+    """Read a number from an environment variable of the launcher.
+
+    Raises:
+        ConfigError: if the variable is missing without a default, or not one of the `allowed`
+            numbers.
+    """
+    number = os.environ.get(name, "" if default is None else str(default))
+    # More digits than any allowed number has are also more than `int` may accept.
+    if re.fullmatch(r"\d{1,18}", number, re.ASCII) and int(number) in allowed:
+        return int(number)
+    raise ConfigError(
+        f"the environment variable {name} is {short_repr(number)}, not a number from"
+        f" {allowed.start} to {allowed.stop - 1}\nstart the ranks with `shardwright train`,"
+        " `shardwright launch` or torchrun, or unset RANK and WORLD_SIZE to run one process"
+    )
 
 
 def is_launched() -> bool:
@@ -180,11 +208,19 @@ def join_store(world: World, timeout: timedelta) -> Store:
     # counted fewer restarts: their prefixes would differ.
     is_persistent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
     store = open_private_store()
-    if store is None and world.rank == 0 and not is_persistent:
-        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        store = serve_tcp_store(host, port, timeout)
-    elif store is None:
-        store, _, _ = next(rendezvous("env://", world.rank, world.size, timeout=timeout))
+    if store is None:
+        # Checked first, as PyTorch reads them too, with tracebacks for errors.
+        port = _read_number("MASTER_PORT", range(2**16))
+        host = os.environ.get("MASTER_ADDR")
+        if not host:
+            raise ConfigError(
+                "the environment variable MASTER_ADDR is missing\n"
+                "set it to the address of rank 0, such as 127.0.0.1 on one machine"
+            )
+        if world.rank == 0 and not is_persistent:
+            store = serve_tcp_store(host, port, timeout)
+        else:
+            store, _, _ = next(rendezvous("env://", world.rank, world.size, timeout=timeout))
     store.set_timeout(timeout)
     restarts = world.restarts if is_persistent else 0
     return PrefixStore(f"restart {restarts} of {world.size} ranks", store)
