@@ -188,7 +188,7 @@ def test_what_is_no_schedule_is_refused_with_what_would_be(
 
 
 def test_times_of_too_few_chunks_are_refused() -> None:
-    with pytest.raises(ValueError, match="seconds of 1 chunks, but the pipeline has 2"):
+    with pytest.raises(ValueError, match="`chunks` has 1 entries, but there are 2 chunks"):
         timeline(PipelineSpec(2, 2), [ChunkSeconds(1.0, 1.0)])
 
 
