@@ -160,6 +160,11 @@ DISPATCH = (
         "names the line of a function that `forward` calls, such as a loss function",
     ),
     PrivateName(
+        "torch.fx._lazy_graph_module._use_lazy_graph_module",
+        "captures graphs without the Python code that `torch.fx` makes of each of their versions",
+        "none: without it, captures take half as long again",
+    ),
+    PrivateName(
         "torch._C._functorch.peek_interpreter_stack",
         "refuses transforms of a planned model, whose collectives are differentiable once",
     ),

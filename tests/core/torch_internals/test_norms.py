@@ -36,6 +36,9 @@ class Seeing:
     def groups(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
         return [[tensor] for tensor in tensors]
 
+    def trained(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        return list(parameters)
+
 
 @pytest.fixture
 def norms() -> Iterator[Seen]:

@@ -4,6 +4,7 @@ import ast
 import importlib
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,7 @@ def names_used(tree: ast.AST) -> Iterator[tuple[int, str, str]]:
             yield node.lineno, dotted(node.args[0]), str(node.args[1].value)
 
 
+@cache
 def trees() -> dict[str, ast.AST]:
     """Of the files outside of the room."""
     texts = {str(path): path.read_text(encoding="utf-8") for path in MODULES}

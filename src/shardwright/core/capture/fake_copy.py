@@ -40,6 +40,7 @@ from shardwright.core.deferred import copies_of_attributes
 from shardwright.core.graph.float64 import grouped_product
 from shardwright.core.torch_internals import pytree
 from shardwright.core.torch_internals.activation_checkpoint import checkpointed_calls_in
+from shardwright.core.torch_internals.graph_modules import without_generated_code
 from shardwright.core.torch_internals.modules import memo_of_process_groups
 from shardwright.core.torch_internals.tensors import (
     FakeTensorMode,
@@ -217,6 +218,7 @@ def isolate_capture() -> Iterator[None]:
         checkpointed_calls_in(tagging_checkpoint),
         traceable_flex_attention(),
         silent_tracing(),
+        without_generated_code(),
     ):
         yield
 

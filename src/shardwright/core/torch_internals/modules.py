@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -203,7 +204,9 @@ def observe_calls(module: nn.Module, callback: Callable[[], object]) -> Callable
 
 def set_log_level(level: int) -> None:
     """Set the level of all loggers of PyTorch."""
-    torch._logging.set_logs(all=level)  # type: ignore[attr-defined]
+    # Setting it again would reset about a hundred loggers, each of which clears the caches of all.
+    if logging.getLogger("torch").level != level:
+        torch._logging.set_logs(all=level)  # type: ignore[attr-defined]
 
 
 def memo_of_process_groups(module: nn.Module) -> dict[int, dist.ProcessGroup]:

@@ -1,0 +1,20 @@
+"""Graph modules of `torch.fx` whose Python code nobody runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
+
+
+@contextmanager
+def without_generated_code() -> Iterator[None]:
+    """Context in which graph modules generate Python code when they are called, not when they
+    change.
+
+    Every pass of `torch.export` generates and compiles the code of its graph, which takes a third
+    of the time of an export, and capture reads only the graph.
+    """
+    with _use_lazy_graph_module(True):
+        yield
