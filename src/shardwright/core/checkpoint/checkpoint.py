@@ -29,6 +29,7 @@ from shardwright.core.agreement.collective import (
 from shardwright.core.checkpoint import state as checkpoint_state
 from shardwright.core.checkpoint.dcp_errors import convert_errors
 from shardwright.core.checkpoint.folder_lock import lock_folders
+from shardwright.core.checkpoint.group_settings import check_group_settings, group_settings
 from shardwright.core.checkpoint.manifest import (
     CheckpointInfo,
     CheckpointWarning,
@@ -203,7 +204,7 @@ class Checkpoints:
             tensors |= checkpoint_state.random_tensors(checkpoint_state.device_of(net))
         info = CheckpointInfo(
             position=position,
-            groups=None if optimizer is None else checkpoint_state.optimizer_groups(optimizer),
+            groups=None if optimizer is None else group_settings(optimizer),
             random=(net.execution.random_seed, net.execution.random_step)
             if isinstance(net, ParallelModule)
             else None,
@@ -357,8 +358,11 @@ class Checkpoints:
         model_state = {
             prefix + names[name]: local[prefix + name] for name in names if prefix + name in local
         }
+        groups = info.groups if settings == "saved" else None
         if optimizer is not None:
             _check_optimizer(optimizer, info, folder)
+            if groups is not None:
+                check_group_settings(optimizer, groups, folder)
             optimizer_state = checkpoint_state.allocate_optimizer_state(
                 net, optimizer, saved, folder
             )
@@ -371,7 +375,6 @@ class Checkpoints:
             # `no_dist`: every rank plans its own reads, so loading needs no communication.
             state_dict_loader.load(destinations, storage_reader=reader, no_dist=True)
         if optimizer is not None:
-            groups = info.groups if settings == "saved" else None
             checkpoint_state.restore_optimizer(net, optimizer, optimizer_state, groups)
         checkpoint_state.restore_random(generators, device)
         if isinstance(net, ParallelModule) and info.random is not None:

@@ -7,7 +7,6 @@ parameters, and the key of a tied parameter is its first name.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping
 from itertools import chain
 from pathlib import Path
@@ -20,7 +19,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from shardwright.core.agreement.collective import values_of_ranks
-from shardwright.core.checkpoint.manifest import CheckpointWarning
+from shardwright.core.checkpoint.group_settings import restored_groups
 from shardwright.core.parallel.module import ParallelModule
 from shardwright.core.parallel.module_wrapper import wrapped_model
 from shardwright.core.parallel.uninitialized import is_of_other_stage
@@ -92,19 +91,6 @@ def drop_tied_duplicates(
     }
 
 
-def optimizer_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return the settings of each parameter group, such as the learning rate, as JSON values."""
-    return [
-        {
-            # For example a learning rate of an optimizer that is `capturable`.
-            key: value.item() if isinstance(value, Tensor) else value
-            for key, value in group.items()
-            if key != "params"
-        }
-        for group in optimizer.param_groups
-    ]
-
-
 def allocate_optimizer_state(
     net: nn.Module, optimizer: torch.optim.Optimizer, saved: SavedMetadata, folder: Path
 ) -> dict[str, Tensor]:
@@ -158,10 +144,8 @@ def restore_optimizer(
         net: the model, parallelized or not.
         optimizer: the optimizer, changed in place.
         tensors: the saved state of the parameters, by key.
-        groups: the saved settings of the parameter groups; None to keep the optimizer's settings.
-
-    Raises:
-        CheckpointError: if the number of parameter groups differs.
+        groups: the saved settings of the parameter groups, as `check_group_settings` accepts them;
+            None to keep the optimizer's settings.
     """
     state_of_parameter: dict[str, dict[str, Tensor]] = {}
     for key, value in tensors.items():
@@ -174,47 +158,8 @@ def restore_optimizer(
         if name in state_of_parameter
     }
     current = optimizer.state_dict()["param_groups"]
-    restored = current if groups is None else _restore_group_settings(optimizer, current, groups)
+    restored = current if groups is None else restored_groups(optimizer, current, groups)
     optimizer.load_state_dict({"state": state, "param_groups": restored})
-
-
-def _restore_group_settings(
-    optimizer: torch.optim.Optimizer, current: list[dict[str, Any]], saved: list[dict[str, Any]]
-) -> list[dict[str, Any]]:
-    """Return the current parameter groups with saved settings, and warn about changed settings.
-
-    Raises:
-        CheckpointError: if the number of parameter groups differs.
-    """
-    if len(saved) != len(current):
-        raise CheckpointError(
-            f"the checkpoint's optimizer has {len(saved)} parameter groups, but this "
-            f"{type(optimizer).__name__} has {len(current)}\n"
-            f"construct the optimizer with {len(saved)} groups, or load without an optimizer"
-        )
-    # Settings that the checkpoint lacks, such as those of a newer PyTorch, keep their current
-    # value.
-    restored = [
-        {**old, **{key: _convert_setting(value, old.get(key)) for key, value in new.items()}}
-        for old, new in zip(current, saved, strict=True)
-    ]
-    # No warning for `lr` with a scheduler (which sets `initial_lr`): it changes in every run.
-    replaced = [
-        f"{key}={new[key]} replaces {old[key]}"
-        for old, new in zip(current, restored, strict=True)
-        for key in old
-        if new[key] != old[key] and not (key == "lr" and "initial_lr" in new)
-    ]
-    if replaced:
-        shown = ", ".join(replaced[:10])
-        more = f" and {len(replaced) - 10} more" if len(replaced) > 10 else ""
-        warnings.warn(
-            f"the checkpoint's settings of {type(optimizer).__name__} were restored: {shown}{more}"
-            "\nto use other values, set them after loading",
-            CheckpointWarning,
-            stacklevel=5,
-        )
-    return restored
 
 
 def random_tensors(device: torch.device) -> dict[str, Tensor]:
@@ -284,12 +229,3 @@ def original_module(net: nn.Module) -> nn.Module:
     """Return the original model of a parallelized model, with the parameters of all stages."""
     net = wrapped_model(net)
     return net.execution.template if isinstance(net, ParallelModule) else net
-
-
-def _convert_setting(value: Any, current: Any) -> Any:
-    """Convert a saved JSON value to the type of the optimizer's current setting."""
-    # For example a learning rate of an optimizer that is `capturable`.
-    if isinstance(current, Tensor):
-        return torch.full_like(current, value)
-    # JSON has no tuples, which Adam's `betas` are.
-    return tuple(value) if isinstance(value, list) else value
