@@ -31,6 +31,7 @@ def train(
     rate: OfStep = lambda step: 0.1,
     steps: OfStep = lambda step: 1,
     clip: float = 0.0,
+    zeroes: OfStep = lambda step: 1,
     factor: float = 1.0,
     outer_loss: Callable[[Tensor], Tensor] | None = None,
     **options: Any,
@@ -44,7 +45,8 @@ def train(
             net.clip_grad_norm_(clip)
         for _ in range(int(steps(step))):
             optimizer.step()
-        optimizer.zero_grad()
+        if zeroes(step):
+            optimizer.zero_grad()
 
 
 def trains_two_models_with_a_schedule() -> None:
@@ -105,6 +107,7 @@ def cases(rank: int) -> dict[str, Callable[[], None]]:
             planned(loss=False), outer_loss=lambda z: entropy(z, (Y + rank) % 3)
         ),
         "clip": lambda: train(planned(), clip=1.0 + rank),
+        "zero": lambda: train(planned(), zeroes=lambda step: not (rank and step == 0)),
     }
 
 

@@ -1,7 +1,7 @@
 """Detect ranks that train differently between two calls of a model.
 
-If the options of an optimizer differ between ranks, or only some ranks make a step, the replicas of
-a parameter drift apart. `batch_guard` compares the records of the ranks
+If the options of an optimizer differ between ranks, or only some ranks make a step or clear their
+gradients, the replicas of a parameter drift apart. `batch_guard` compares the records of the ranks
 (`core/runtime/training_record.py`) in the all-reduce of the next call.
 """
 
@@ -34,6 +34,10 @@ _PROBLEMS_AND_REMEDIES = {
     "max_norm": (
         "gradients were clipped to different norms",
         "clip to the same norm on all ranks",
+    ),
+    "keeps_gradients": (
+        "only some ranks kept the gradients of the previous step (1 for kept)",
+        "call `zero_grad` on all ranks, at the same place of the training loop",
     ),
 }
 """First and second line of the error, by field of `TrainingRecord`, in the order of comparison."""
