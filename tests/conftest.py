@@ -1,5 +1,6 @@
 """What holds for all tests."""
 
+import gc
 import os
 
 import pytest
@@ -9,6 +10,7 @@ from random_cases import pytest_runtest_makereport, seed_hypothesis
 
 __all__ = [
     "pytest_addoption",
+    "pytest_collection_finish",
     "pytest_collection_modifyitems",
     "pytest_configure",
     "pytest_runtest_makereport",
@@ -34,6 +36,12 @@ def pytest_configure(config: pytest.Config) -> None:
     lines = config.getoption("--cpu-times")
     if lines is not None:
         config.pluginmanager.register(CpuTimes(lines), "cpu-times")
+
+
+def pytest_collection_finish() -> None:
+    # The garbage collector would visit the 700,000 objects of modules and tests again and again.
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
