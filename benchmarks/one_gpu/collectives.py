@@ -88,7 +88,7 @@ def _checks(device: torch.device) -> dict[str, Callable[[], None]]:
     def guard() -> None:
         guard = BatchGuard(devices, graph, {})
         for _ in range(5):
-            guard.begin("a call", [batch.to(device)], [0])
+            guard.begin("a call", [batch.to(device)], [0], False)
 
     def objects() -> None:
         group, every = dist.new_group(backend=HOST_BACKEND), [None]

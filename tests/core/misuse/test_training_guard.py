@@ -16,7 +16,7 @@ DIFFERENCES = {
     "decay": "before call 2, checksums of the options of optimizers differed: ",
     "step": "before call 3, ranks made different numbers of optimizer steps: 0 on rank 1, but 1",
     "clip": "before call 2, gradients were clipped to different norms: 2 on rank 1, but 1 on",
-    "zero": "before call 2, only some ranks kept the gradients of the previous step "
+    "zero": "before call 2, only some ranks kept the gradients of an earlier step "
     r"\(1 for kept\): 1 on rank 1, but 0 on rank 0",
 }
 

@@ -130,7 +130,11 @@ class BatchGuard:
         self._side_stream = SideStream.of(self._device) if self._active else None
 
     def begin(
-        self, signature: Hashable, leaves: Sequence[Any], input_indices: Sequence[int | None]
+        self,
+        signature: Hashable,
+        leaves: Sequence[Any],
+        input_indices: Sequence[int | None],
+        has_gradients: bool,
     ) -> None:
         """Start to compare a call between ranks, and check pending comparisons.
 
@@ -140,6 +144,7 @@ class BatchGuard:
             leaves: the leaves of the arguments, on the device.
             input_indices: for each leaf, the index of its input in the graph; None for a leaf that
                 is not an input of the graph.
+            has_gradients: whether the model has gradients, to which the next backward pass adds.
 
         Raises:
             DataError: on every rank, if this call or an earlier one differs between ranks.
@@ -163,7 +168,7 @@ class BatchGuard:
         # A copy, as the all-reduce overwrites its input.
         rows = table.clone()
         # Writing through NumPy takes a fraction of the time.
-        rows.numpy()[dist.get_rank(), -NUM_COLUMNS:] = training_record().take()
+        rows.numpy()[dist.get_rank(), -NUM_COLUMNS:] = training_record().take(has_gradients)
         self._pending_comparisons.append(self._start_rank_comparison(rows, contents))
         # The program of a new signature has other collectives, so no rank may start it alone.
         if new:

@@ -35,8 +35,8 @@ _PROBLEMS_AND_REMEDIES = {
         "gradients were clipped to different norms",
         "clip to the same norm on all ranks",
     ),
-    "keeps_gradients": (
-        "only some ranks kept the gradients of the previous step (1 for kept)",
+    "has_gradients": (
+        "only some ranks kept the gradients of an earlier step (1 for kept)",
         "call `zero_grad` on all ranks, at the same place of the training loop",
     ),
 }

@@ -286,7 +286,7 @@ class Execution(ModelCalls):
         )
         key = (*specialization, micro_batches)
         inputs = self._leaves.on_device(leaves, planned_indices)
-        self._guard.begin(key, inputs, planned_indices)
+        self._guard.begin(key, inputs, planned_indices, self._has_gradients)
         # The guards and the captured Python expect the ordinary tensors of the capture.
         call = pytree.tree_unflatten(leaves, spec) if has_dtensors(call) else call
         key = self._python.matching_program_key(self._train_steps, self._reachable.key(key), call)

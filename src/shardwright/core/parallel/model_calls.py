@@ -123,6 +123,18 @@ class ModelCalls(Recapture):
         """This rank's programs for the mode and shapes of the plan; `print` shows their code."""
         return (self._forwards[self._planned_program].program,)
 
+    @property
+    def _has_gradients(self) -> bool:
+        """Whether the model has gradients, to which the next backward pass adds.
+
+        False with pipeline stages, whose ranks train different parameters.
+        """
+        if self.partitioned.pipeline.stages > 1:
+            return False
+        # One parameter stands for all, as `zero_grad` clears all gradients.
+        parameter = next((p for p in self.module.parameters() if p.requires_grad), None)
+        return parameter is not None and parameter.grad is not None
+
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call and return the model's result.
 
@@ -162,7 +174,7 @@ class ModelCalls(Recapture):
         call_key = ("forward", self.module.training, torch.is_grad_enabled(), *specialization)
         # Before capture, which is local: ranks with different calls would run different programs,
         # and wait for each other in their collectives.
-        self._guard.begin(call_key, inputs, planned_indices)
+        self._guard.begin(call_key, inputs, planned_indices, self._has_gradients)
         # The guards and the captured Python expect the ordinary tensors of the capture.
         call = pytree.tree_unflatten(leaves, spec) if has_dtensors(call) else call
         self._reachable.update()

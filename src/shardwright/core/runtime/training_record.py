@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
-from weakref import ReferenceType, ref
 
 import torch.distributed as dist
 from torch import Tensor
@@ -37,26 +36,21 @@ class TrainingRecord:
         learning_rate: sum of the learning rates of these steps' first parameter groups.
         options: checksum of all numeric options of these steps.
         max_norm: sum of the limits to which gradients were clipped.
-        keeps_gradients: 1 if the gradients of the last step were not set to None since, so that the
-            next backward pass adds to them; set by `unpack`.
-        stepped: a parameter of the last step that had a gradient.
+        has_gradients: 1 if the model has gradients at the call, to which the next backward pass
+            adds; set by `unpack`.
     """
 
     steps: int = 0
     learning_rate: float = 0.0
     options: float = 0.0
     max_norm: float = 0.0
-    keeps_gradients: int = 0
-    stepped: ReferenceType[Tensor] | None = None
+    has_gradients: int = 0
 
-    def take(self) -> list[int]:
+    def take(self, has_gradients: bool) -> list[int]:
         """Return the record as `NUM_COLUMNS` integers of 64 bits, and begin a new one."""
         numbers = self.learning_rate, self.options, self.max_norm
-        parameter = None if self.stepped is None else self.stepped()
-        keeps_gradients = parameter is not None and parameter.grad is not None
-        columns = [2 * self.steps + keeps_gradients, *_INTEGERS.unpack(_NUMBERS.pack(*numbers))]
+        columns = [2 * self.steps + has_gradients, *_INTEGERS.unpack(_NUMBERS.pack(*numbers))]
         self.steps, self.learning_rate, self.options, self.max_norm = 0, 0.0, 0.0, 0.0
-        self.stepped = None
         return columns
 
     def add_step(self, groups: Sequence[Mapping[str, Any]]) -> None:
@@ -66,10 +60,6 @@ class TrainingRecord:
             groups: the optimizer's parameter groups with planned parameters.
         """
         self.steps += 1
-        # One stands for all, as `zero_grad` clears the gradients of all groups.
-        with_gradient = (p for group in groups for p in group["params"] if p.grad is not None)
-        parameter = next(with_gradient, None)
-        self.stepped = None if parameter is None else ref(parameter)
         self.learning_rate += _compute_checksum(groups[0].get("lr"))
         # Weighted by position, so that options exchanged between two groups change the checksum.
         for weight, group in enumerate(groups, 1):
@@ -101,9 +91,9 @@ def _compute_checksum(option: Any) -> float:
 def unpack(columns: Sequence[int]) -> TrainingRecord:
     """Return the `TrainingRecord` that `TrainingRecord.take` packed into integers."""
     steps_and_gradients, *numbers = columns
-    steps, keeps_gradients = divmod(steps_and_gradients, 2)
+    steps, has_gradients = divmod(steps_and_gradients, 2)
     rate, options, max_norm = _NUMBERS.unpack(_INTEGERS.pack(*numbers))
-    return TrainingRecord(steps, rate, options, max_norm, keeps_gradients)
+    return TrainingRecord(steps, rate, options, max_norm, has_gradients)
 
 
 # Cached, so that the hook is registered once per process.
