@@ -159,7 +159,7 @@ aten = torch.ops.aten
 
 
 def needed_in_backward(graph: Graph) -> frozenset[InputUse]:
-    """Return the operator inputs for which autograd saves a parameter or buffer.
+    """Return the operator inputs that are parameters or buffers which autograd saves for backward.
 
     For example, a linear layer saves its weight, but an embedding does not save its table. If a
     view of a parameter is saved, the input of the first view is returned instead. A `local_map` is

@@ -89,7 +89,8 @@ class SampleFlow:
                 self.outside.add(value)
 
     def keeps_statistics(self, op: Op) -> bool:
-        """Whether `op` is a batch norm that computes statistics per micro-batch."""
+        """Whether `op` is a batch norm whose statistics are those of each micro-batch, as the user
+        requests with `batch_norm="per_micro_batch"`, not those of the whole batch."""
         return self.per_micro_batch and takes_statistics(op)
 
     def varying_dims(self, value: Value) -> set[int]:

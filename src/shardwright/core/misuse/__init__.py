@@ -34,8 +34,8 @@ At each call of the model:
   full contents of the batch, in the first 10 calls and 1 of 100. Only the first call of each
   signature waits for the comparison. Ranks that call at different times are named by
   `core/runtime/rank_calls`.
-- `training_guard`: ranks clip gradients, or step optimizers, differently. The options of the
-  optimizer steps are compared in the all-reduce of the next call's `batch_guard`.
+- `training_guard`: ranks clip gradients, step optimizers, or clear gradients, differently. Options
+  of the optimizer steps are compared in the all-reduce of the next call's `batch_guard`.
 
 At each backward pass:
 

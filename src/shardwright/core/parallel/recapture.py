@@ -101,8 +101,10 @@ class Recapture:
 
     @property
     def _attributes_set_by_forward(self) -> Collection[tuple[str, str, str]]:
-        """The entries of `Graph.attributes` that `forward` sets; empty if no later capture with
-        guards, which would set them in each call, is possible."""
+        """The entries of `Graph.attributes` that `forward` sets.
+
+        Empty if no later capture can have guards, as only such a capture sets them in each call.
+        """
         if self._excludes_guards:
             return ()
         return [entry for entry in self.partitioned.graph.attributes if entry[2] == SET]
