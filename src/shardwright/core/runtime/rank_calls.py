@@ -98,9 +98,11 @@ class RankCalls:
         )
         self._calls = deque[str](maxlen=MAX_CALLS)
         self._count, self._counts = 0, Counter[str]()
-        self._depth, self._changed = 0, time.monotonic()
+        self.is_inside_a_call = False
+        """Whether a thread of this rank is inside a collective call."""
+        self._changed = time.monotonic()
         # Held while a thread finds out whether another is inside a call.
-        self._depth_lock = threading.Lock()
+        self._entering = threading.Lock()
         # Threads whose innermost backward pass is counted, and the last that began one.
         self._in_backward = set[int]()
         self._backward_thread_id = threading.get_ident()
@@ -178,7 +180,7 @@ class RankCalls:
             self._remove_last_call(name, error)
             raise
         finally:
-            self._depth, self._changed = 0, time.monotonic()
+            self.is_inside_a_call, self._changed = False, time.monotonic()
 
     @contextmanager
     def backward_passes(self) -> Iterator[None]:
@@ -196,7 +198,7 @@ class RankCalls:
             raise
         finally:
             if thread_id in self._in_backward:
-                self._depth, self._changed = 0, time.monotonic()
+                self.is_inside_a_call, self._changed = False, time.monotonic()
                 self._in_backward.discard(thread_id)
             if is_within_another:
                 self._in_backward.add(thread_id)
@@ -223,10 +225,10 @@ class RankCalls:
         if self.error:
             raise self._make_exception_from_error()
         thread_id = self._get_calling_thread_id()
-        with self._depth_lock:
-            if not self._depth:
+        with self._entering:
+            if not self.is_inside_a_call:
                 # The stack of this thread shows where the rank waits.
-                self._depth, self._thread_id = 1, thread_id
+                self.is_inside_a_call, self._thread_id = True, thread_id
                 return True
         if thread_id == self._thread_id or _is_thread_of_autograd():
             return False
@@ -242,11 +244,6 @@ class RankCalls:
         """Return the identifier of this thread, or of the last thread that has begun a backward
         pass if this one belongs to autograd."""
         return self._backward_thread_id if _is_thread_of_autograd() else threading.get_ident()
-
-    @property
-    def is_inside_a_call(self) -> bool:
-        """Whether a thread of this rank is inside a collective call."""
-        return self._depth > 0
 
     def _count_call(self, name: str) -> bool:
         """Count a collective call; return whether `ExpectedCalls` predicted it."""
@@ -414,7 +411,7 @@ class RankCalls:
     def _make_rank_state(self) -> RankState:
         frame = sys._current_frames().get(self._thread_id)
         waits_in, line = waiting_call_and_line(frame)
-        is_inside = self._depth > 0
+        is_inside = self.is_inside_a_call
         # Elsewhere the rank computes, and its line would mislead.
         line = line if is_inside or waits_in else ""
         waits_in = "" if is_inside else waits_in
