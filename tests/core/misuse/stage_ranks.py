@@ -197,7 +197,42 @@ def check_an_optimizer_of_other_parameters_does_not_load_that_of_a_stage() -> No
     of_stage.load_state_dict(of_stage.state_dict())
 
 
+class Scaled(torch.optim.Optimizer):
+    """Gradient descent with a step of length one."""
+
+    def __init__(self, params: Any, norm: Any) -> None:
+        super().__init__(params, {})
+        self.norm = norm
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        listed = [p for group in self.param_groups for p in group["params"]]
+        norm = self.norm([p.grad for p in listed])
+        for parameter in listed:
+            parameter.sub_(parameter.grad / norm)
+
+
+def check_norms_over_the_parameters_of_an_optimizer_are_of_all_stages() -> None:
+    eager, planned = model(), in_stages()
+    for net in (eager, planned):
+        optimizer = Scaled(net.parameters(), nn.utils.get_total_norm)
+        for _ in range(2):
+            optimizer.zero_grad()
+            if net is eager:
+                eager(*batch()).backward()
+            else:
+                planned.train_step(*batch())
+            optimizer.step()
+    torch.testing.assert_close(values(planned), dict(eager.state_dict()))
+    own = Scaled(planned.parameters(), lambda gs: sum((g**2).sum() for g in gs) ** 0.5)
+    with pytest.raises(
+        sw.PlanError, match=r"`Scaled` \(.*combines several parameters.*\n.*get_total"
+    ):
+        own.step()
+
+
 CHECKS = (
+    check_norms_over_the_parameters_of_an_optimizer_are_of_all_stages,
     check_an_optimizer_of_other_parameters_does_not_load_that_of_a_stage,
     check_the_state_of_one_rank_is_not_saved,
     check_the_complete_model_is_saved,

@@ -10,10 +10,11 @@ from typing import Any
 from weakref import WeakSet
 
 from torch import Tensor
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwright.core.misuse.caller import user_line
+from shardwright.core.misuse.coupled_updates import has_coupled_updates
 from shardwright.core.misuse.partial_state import mark_stage_state
 from shardwright.core.runtime.total_norms import stage_models
 from shardwright.errors import PlanError
@@ -25,9 +26,10 @@ log = logging.getLogger("shardwright")
 def watch_optimizers_of_stages() -> None:
     """Adapt optimizers of this process to pipeline stages, from their first step on.
 
-    Rejected: LBFGS over the parameters of one stage, pickling the state dict of a stage's
-    optimizer, and loading this state dict into an optimizer over other parameters. Accepted:
-    an optimizer without parameters, because another stage may own all parameters of a module.
+    Rejected: a step that combines all of its parameters, such as that of LBFGS, pickling the state
+    dict of a stage's optimizer, and loading this state dict into an optimizer over other
+    parameters. Accepted: an optimizer without parameters, because another stage may own all
+    parameters of a module.
     """
     initialize: Callable[..., None] = Optimizer.__init__
     setattr(Optimizer, initialize.__name__, _accepting_no_parameters(initialize))
@@ -37,13 +39,14 @@ def watch_optimizers_of_stages() -> None:
     def before_step(optimizer: Optimizer, *_: object) -> None:
         if optimizer in checked:
             return
-        stages = stage_models().values()
+        stages = list(stage_models().values())
         # By id, as `==` of tensors compares their elements.
         stage_ids = {id(p) for stage in stages for p in stage.parameters.values()}
-        parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+        parameters = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
         is_of_stage = not stage_ids.isdisjoint(map(id, parameters))
-        if is_of_stage and isinstance(optimizer, LBFGS):
-            raise _make_lbfgs_error()
+        # An optimizer without parameters has those of no stage on this rank, but perhaps on others.
+        if is_of_stage or (stages and not parameters):
+            _check_updates(optimizer)
         # After the check, so that each step of a refused optimizer raises the error.
         checked.add(optimizer)
         if is_of_stage:
@@ -90,8 +93,6 @@ def _accepting_no_parameters(initialize: Callable[..., None]) -> Callable[..., N
     ) -> None:
         if isinstance(params, Iterable) and not isinstance(params, Tensor) and stage_models():
             params = list(params)
-            if not params and isinstance(optimizer, LBFGS):
-                raise _make_lbfgs_error()
             if not params:
                 log.warning(
                     "`%s`%s has no parameters on this rank\n"
@@ -106,9 +107,26 @@ def _accepting_no_parameters(initialize: Callable[..., None]) -> Callable[..., N
     return initialize_or_leave_empty
 
 
-def _make_lbfgs_error() -> PlanError:
-    return PlanError(
-        f"`LBFGS`{user_line()} needs the gradients of all parameters, but with pipeline"
-        " stages a rank has only the gradients of its own stage\n"
-        "plan without pipeline stages, or use another optimizer"
-    )
+def _check_updates(optimizer: Optimizer) -> None:
+    """Check that a step of `optimizer` updates each parameter independently of all others."""
+    name = type(optimizer).__name__
+    try:
+        is_coupled = has_coupled_updates(optimizer)
+    # Any error that the user's step raises over small parameters: it is not one of the training.
+    except Exception as error:
+        log.warning(
+            "`%s`%s: whether its step combines several parameters is not known (%s); with pipeline"
+            " stages it must not, as a rank has only the parameters of its own stage\n"
+            "take norms by `torch.nn.utils.get_total_norm`, which includes all stages",
+            name,
+            user_line(),
+            error,
+        )
+        return
+    if is_coupled:
+        raise PlanError(
+            f"`{name}`{user_line()} combines several parameters or their gradients in a step, but"
+            " with pipeline stages a rank has only those of its own stage\n"
+            "take norms by `torch.nn.utils.get_total_norm`, which includes all stages, use another"
+            " optimizer, or plan without pipeline stages"
+        )
