@@ -58,7 +58,10 @@ def rule_of(op: Op) -> ShardingRule | None:
 
 
 _CACHED_RULES: WeakKeyDictionary[Op, tuple[int, ShardingRule | None]] = WeakKeyDictionary()
-"""(Number of registered rules at the time of the lookup, sharding rule or None), by operator."""
+"""Cache of `rule_of`: (number of registered rules at the lookup, rule or None), by operator.
+
+A later registration changes the number, so that the rule is looked up again.
+"""
 
 
 def _find_rule(op: Op) -> ShardingRule | None:
@@ -72,9 +75,9 @@ def _find_rule(op: Op) -> ShardingRule | None:
 
 
 def is_random(op: Op) -> bool:
-    """Whether `op` draws random numbers, so that the program seeds it.
+    """Whether `op` draws random numbers; lowered programs seed such calls.
 
-    Operators without a sharding rule are included: all devices must draw the same numbers.
+    Holds for operators without a sharding rule too: all devices must draw the same numbers.
     """
     rule = rule_of(op)
     return draws_random(op) if rule is None else rule.random

@@ -65,7 +65,7 @@ def scaled_dot_product_attention(op: Op) -> ShardingRule | None:
     # A block of queries slices the keys up to its own last position, which must exist.
     queries = None if causal and query.shape[-2] > key.shape[-2] else "s"
     keys = "ring" if supports_ring(arguments) else None
-    batch = _batch_and_head_factors(ndim)
+    batch = _name_batch_and_head_factors(ndim)
     output: Dims = (*batch, queries, None)
     dims: dict[str, Dims] = {
         "query": (*batch, queries, None),
@@ -112,7 +112,7 @@ def _make_query_swaps_for_balance(op: Op, shard_counts: Mapping[str, int]) -> tu
     return half_shard_swaps(op, shard_counts) if call_arguments(op)["is_causal"] else ()
 
 
-def _batch_and_head_factors(ndim: int) -> tuple[str, ...]:
+def _name_batch_and_head_factors(ndim: int) -> tuple[str, ...]:
     """Return the factors of batch and heads, the first `ndim` - 2 dimensions of a query."""
     return ("b", "h", *(f"h{i}" for i in range(2, ndim - 2)))[: ndim - 2]
 
@@ -120,10 +120,10 @@ def _batch_and_head_factors(ndim: int) -> tuple[str, ...]:
 def half_shard_swaps(
     op: Op, shard_counts: Mapping[str, int], query_vectors: Sequence[Value] = ()
 ) -> tuple[Reduction, ...]:
-    """Return the exchanges that balance causal attention sharded along the queries: each device
-    swaps half of its queries, `query_vectors` and outputs with another device.
+    """Return the exchanges that balance causal attention sharded along the queries.
 
-    Returns () if queries are not sharded, or if a shard has a single query.
+    Two devices swap half of their queries, `query_vectors` and outputs. Returns () if queries are
+    not sharded, or if a shard has a single query.
 
     Args:
         query_vectors: further inputs with one row per query, `[..., queries, 1]`.
@@ -135,7 +135,7 @@ def half_shard_swaps(
 
     def swap(value: Value, varying: bool) -> Reduction:
         *batch, _, size = value.shape
-        factors = _batch_and_head_factors(len(op.output.shape))[-len(batch) :] if batch else ()
+        factors = _name_batch_and_head_factors(len(op.output.shape))[-len(batch) :] if batch else ()
         sizes = zip(batch, factors, strict=True)
         # A dimension of size 1 is broadcast to all shards, and so replicated.
         local = [n // shard_counts.get(f, 1) if n > 1 else n for n, f in sizes]
@@ -181,10 +181,10 @@ def _build_balanced_causal_kernel(op: Op, local: LocalSharding) -> Callable[...,
 def _build_causal_attention_for_rows(op: Op, rows: int, start: Any) -> Callable[..., Any]:
     """Return a function that computes causal attention for `rows` queries from position `start` on.
 
-    At `start` 0 this is ordinary causal attention. Other queries need a causal mask aligned to the
-    last key, which the fused kernels of accelerators support. A boolean tensor replaces this mask
-    on the CPU, and if many ranks are simulated at once (`start` is then a `SymInt`), since the
-    number of keys that a shard reads would differ between ranks.
+    At `start` 0 this is ordinary causal attention. Other queries need a causal mask that is aligned
+    to the last key. Fused kernels of accelerators support it. A boolean tensor replaces it on the
+    CPU, and in a simulation of many ranks (`start` is then a `SymInt`), since each rank reads
+    another number of keys.
     """
     is_concrete = isinstance(start, int)
     fused_mask = _build_causal_mask_aligned_to_last_key(rows, start + rows) if is_concrete else None
@@ -211,7 +211,8 @@ def _build_causal_attention_for_rows(op: Op, rows: int, start: Any) -> Callable[
 def _build_causal_mask_aligned_to_last_key(queries: int, keys: int) -> CausalBias:
     """Return the causal mask of `queries` x `keys`, aligned to the last key.
 
-    Built for 0 x 0 and then resized, since PyTorch's constructor allocates a mask of all pairs.
+    The mask is constructed for 0 x 0 and then resized: PyTorch's constructor would allocate a mask
+    of all pairs.
     """
     bias = causal_lower_right(0, 0)
     bias.seq_len_q, bias.seq_len_kv = queries, keys

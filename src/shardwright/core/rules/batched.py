@@ -40,8 +40,7 @@ LINEAR_ALGEBRA = {
     # Householder coefficients are one vector per matrix.
     (2, 1, 2): ("ormqr",),
 }
-"""Names of ATen operators, grouped by the number of trailing dimensions of each input that are not
-batch dimensions."""
+"""Names of ATen operators, by the number of trailing non-batch dimensions of each input."""
 
 SOLVERS = {
     "cholesky_solve": "... _ j, ... _ _ -> ... _ j",
@@ -52,7 +51,7 @@ SOLVERS = {
     "lu_solve": "... _ j, ... _ _, ... _ -> ... _ j",
     "triangular_solve": "... _ j, ... _ _ -> ... _ j, ... _ _",
 }
-"""Notation of solvers of linear systems A X = B with a matrix B, by the name of the operator."""
+"""Notation of the solvers of A X = B, in which B is a matrix, by operator name."""
 
 
 def _make_batched_rule_builder(*item_ranks: int) -> RuleMaker:

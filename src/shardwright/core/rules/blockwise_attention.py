@@ -148,8 +148,8 @@ def halo_rows_by_shard(op: Op, blocks: int) -> list[int]:
 
 
 def _make_key_value_transfers(op: Op, shard_counts: Mapping[str, int]) -> tuple[Reduction, ...]:
-    """Return one transfer of keys and values, concatenated, to the device with the next shard, for
-    each preceding shard that the window reaches."""
+    """Return the transfers of keys and values, concatenated, to the device with the next shard: one
+    per preceding shard that the attention window reaches."""
     key, value = op.inputs[1:]
     batch, heads, _, _ = key.shape
     batch, size = batch // shard_counts.get("b", 1), key.shape[-1] + value.shape[-1]

@@ -125,8 +125,8 @@ def outer(op: Op) -> ShardingRule:
 
 @rule_for(aten.inner.default)
 def inner(op: Op) -> ShardingRule:
-    """Inner product, `s k, t k -> s t`: contracts the last dimensions; with a scalar, an
-    elementwise product."""
+    """Inner product over the last dimensions, `s k, t k -> s t`; elementwise if an input is a
+    scalar."""
     if not all(value.shape for value in op.inputs):
         dims = factor_names(op.output)
         return sharding_rule(op, aligned_to_output(op, dims), (dims,))
@@ -162,8 +162,7 @@ def _build_contraction_rule(
 
 @rule_for(aten.einsum.default)
 def einsum(op: Op) -> ShardingRule | None:
-    """Einsum, whose equation is the rule; returns None if an operand repeats a label, as in
-    `ii`."""
+    """Einsum: its equation is the rule. Returns None if an operand repeats a label, as in `ii`."""
     terms, out = _parse_einsum_labels(op)
     # A mesh axis cannot shard two dimensions of one tensor.
     if any(len(set(term)) < len(term) for term in (*terms, out)):

@@ -65,13 +65,13 @@ def gradient_of_convolution(op: Op) -> ShardingRule | None:
 
 
 def _build_convolution_rule(op: Op, transposed: bool) -> ShardingRule:
-    """Build a rule that can shard batch `b`, output channels `j`, input channels `k` and spatial
-    dimensions: neighboring shards exchange the rows that windows across their border read or, in a
-    transposed convolution, write.
+    """Build the rule of a convolution: batch `b`, output channels `j`, input channels `k` and
+    spatial dimensions can be sharded.
 
-    Sharding `k` makes the output a partial sum. With a bias, which every device would add, `k`
-    cannot be sharded. A grouped (or depthwise) convolution is sharded between groups only, by one
-    factor `g` of input, weight and output channels.
+    Neighboring shards of space exchange the rows that windows across their border read or, in a
+    transposed convolution, write. Sharding `k` makes the output a partial sum. With a bias, which
+    every device would add, `k` cannot be sharded. A grouped (or depthwise) convolution is sharded
+    between groups only, by one factor `g` of input, weight and output channels.
     """
     arguments = call_arguments(op)
     weight, groups = arguments["weight"], arguments["groups"]
@@ -107,7 +107,7 @@ def _build_convolution_rule(op: Op, transposed: bool) -> ShardingRule:
         filters, labels = ("g", None), {"b": "I", "g": "J"}
     return sharding_rule(
         op,
-        _list_input_factors(op, (*batch, k, *space), (*filters, *(None,) * num_dims), j),
+        _assign_convolution_factors(op, (*batch, k, *space), (*filters, *(None,) * num_dims), j),
         ((*batch, j, *space),),
         reduced=() if groups > 1 else "k",
         # Inputs and outputs of a group must be on one device, so shards end between groups.
@@ -123,7 +123,7 @@ def _build_convolution_rule(op: Op, transposed: bool) -> ShardingRule:
     )
 
 
-def _list_input_factors(op: Op, x: Dims, weight: Dims, channels: str) -> tuple[Dims, ...]:
+def _assign_convolution_factors(op: Op, x: Dims, weight: Dims, channels: str) -> tuple[Dims, ...]:
     return input_factors(op, {"input": x, "weight": weight, "bias": (channels,)})
 
 

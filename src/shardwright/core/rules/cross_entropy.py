@@ -89,10 +89,10 @@ def _make_cross_entropy_reductions(
 
 
 def _count_class_sums(op: Op) -> int:
-    """Return the number of values per token that are summed over the class shards.
+    """Return the number of values per token that are all-reduced over the class shards.
 
-    With logits z minus their maximum, and weighted target probabilities a, the values are Σ exp z,
-    Σ a z, Σ a unless it is 1, and with class weights the weight of the target class.
+    These are Σ exp z and Σ a z, for logits z minus their maximum and weighted target probabilities
+    a; also Σ a, if it may differ from 1, and, with class weights, the weight of the target class.
     """
     if _has_probability_targets(op):
         return 3
@@ -188,13 +188,15 @@ def _sum_local_classes_for_indices(
 def _sum_local_classes_for_probabilities(
     scores: Tensor, arguments: Mapping[str, Any], first: Any, classes: int
 ) -> tuple[Tensor, ...]:
-    """Sum the terms of the cross entropy over this device's classes, for class probabilities as
-    targets: Σ a z and Σ a, with scores z and weighted target probabilities a.
+    """Sum the terms of the cross entropy over this device's classes, for targets that are class
+    probabilities.
+
+    Returns Σ a z and Σ a, with scores z and weighted target probabilities a.
 
     Args:
         scores: logits minus their maximum over all classes, `[..., local classes]`.
         arguments: arguments of the local call, by name.
-        first: index of the first local class, which class probabilities do not need.
+        first: unused; it is the index of the first local class.
         classes: number of classes on all devices.
     """
     smoothing = arguments["label_smoothing"]

@@ -26,9 +26,11 @@ from shardwright.core.rules.rule import Dims, LocalSharding, MainFactors, Shardi
 
 @rule_for(experts)
 def experts_rule(op: Op) -> ShardingRule:
-    """Mixture of experts, `b s _, b s _, b s _, e _ i _, e _ i -> b s _`: tokens `b s`, experts `e`
-    and the inner dimension `i` can be sharded; sharding `e` or `i` makes the output a partial
-    sum."""
+    """Mixture of experts, `b s _, b s _, b s _, e _ i _, e _ i -> b s _`: tokens, experts `e` and
+    the inner dimension `i` can be sharded.
+
+    Sharding `e` or `i` makes the output a partial sum.
+    """
     arguments = call_arguments(op)
     tokens = factor_names(op.output, exclude="ei")[:-1]
     # A dimension of size 2, for gate and up projection, precedes or (interleaved) follows the inner

@@ -48,22 +48,24 @@ class InputShard:
 
 
 Statistics = Sequence[Tensor]
-"""Statistics of a shard: tensors of the local shape, with size 1 in the dimensions that the
-operator combines. Statistics of all shards have a leading dimension, the number of shards."""
+"""Tensors with one value per row: the shape of the local shard, with size 1 in the combined
+dimensions.
+
+All-gathered statistics have one more dimension, the first: the index of the shard.
+"""
 
 
 @dataclass(frozen=True)
 class ShardCombination:
-    """Computation of an operator along sharded dimensions, from all-gathered statistics of shards.
+    """An operator along sharded dimensions, computed from all-gathered statistics of the shards.
 
     Args:
         local_statistics: returns the statistics of the local shard.
         combine: returns the outputs, given the local shard and the statistics of all shards.
-        num_values: number of statistics in the dtype of the input or, for an integer input, in the
-            dtype of the first output.
+        num_values: number of statistics of dtype `statistic_dtype`.
         num_indices: number of further statistics that are indices (int64).
         keeps_dims: whether the outputs are sharded along `dims` like the input.
-        statistic_dtype: dtype of the values; None for the default of `num_values`.
+        statistic_dtype: dtype of these statistics; None for the dtype in which PyTorch accumulates.
     """
 
     local_statistics: Callable[[InputShard], Statistics]

@@ -2,9 +2,10 @@
 
 A read (`x[i]`, `gather`) gives 0 for an index in another device's shard, so that the results are
 partial sums, as in the vocabulary-parallel embedding of Megatron-LM. A write (`scatter`,
-`index_add`) into another device's shard goes to an additional row, which is dropped. Rows that are
-added (`scatter_add`) can be sharded too, such as the messages along the edges of a graph: each
-device adds its own, and the results are partial sums.
+`index_add`) into another device's shard goes to an additional row, which is dropped.
+
+Rows that are added (`scatter_add`), such as the messages along the edges of a graph, can be sharded
+too: each device adds its rows, and the results are partial sums.
 """
 
 from __future__ import annotations
@@ -43,11 +44,11 @@ class IndexedDims:
     Args:
         argument: name of the argument with the indices: a tensor or a list of tensors.
         factors: factor of each indexed dimension, by dimension.
-        is_list: whether the argument is a list with the index of each dimension, in which negative
-            indices count from the end.
+        is_list: whether the argument is a list with one index per dimension; negative indices then
+            count from the end.
         trailing: number of dimensions of the output that follow the dimensions of the indices.
-        added: factors of the written rows if the rows are added; the results are then partial sums
-            over shards of the rows.
+        added: factors of the rows that the operator adds to its first input; the results are
+            partial sums over shards of the rows. () if rows are overwritten or read.
     """
 
     argument: str
@@ -80,8 +81,8 @@ class IndexedDims:
     ) -> Callable[..., Any]:
         """Wrap `write`, a kernel that adds rows to its first input, for sharded rows.
 
-        All but the first shard of the rows add to zeros, so that the sum over devices includes the
-        first input once.
+        Only the first shard of the rows adds to the first input, the others to zeros: the sum over
+        devices then includes the first input once.
         """
         bind, shards = argument_binder(op), [local.index(factor) for factor in sharded]
         name = next(iter(schema_parameters(op.target)))

@@ -70,7 +70,8 @@ def unbind(op: Op) -> ShardingRule:
 
 @rule_for(aten.slice.Tensor)
 def slice_rule(op: Op) -> ShardingRule:
-    """Slice, `b _ -> b _`; `b s -> b s` for a slice of the full dimension or of every n-th row."""
+    """Slice, `b _ -> b _`: the sliced dimension can be sharded, `b s -> b s`, only if the slice is
+    the full dimension or every n-th row."""
     x, dim, step = op.inputs[0], argument(op, "dim"), argument(op, "step")
     # `x[:, :]` is exported as slices over full dimensions; these must not keep a dimension
     # replicated.
@@ -152,9 +153,11 @@ def gather(op: Op) -> ShardingRule | None:
 
 @rule_for(*overloads("scatter", "scatter_add", "scatter_reduce"))
 def scatter(op: Op) -> ShardingRule:
-    """Scatter, `b v, b _, b _ -> b v`: dimensions in which all tensors have the same size can be
-    sharded, and the indexed dimension `v` of the first tensor. With addition the rows can be
-    sharded too, `b v, b e, b e -> b v`: the output is a partial sum."""
+    """Scatter, `b v, b _, b _ -> b v`: the indexed dimension `v` can be sharded, and other
+    dimensions in which all tensors have the same size.
+
+    With addition the rows can be sharded too, `b v, b e, b e -> b v`: the output is a partial sum.
+    """
     x, *others = op.inputs
     shapes = [x.shape, *(value.shape for value in others if value.shape)]
     unequal = [i for i, sizes in enumerate(zip(*shapes, strict=False)) if _has_unequal_sizes(sizes)]
@@ -244,9 +247,11 @@ def index(op: Op) -> ShardingRule | None:
 
 @rule_for(aten.index_put.default)
 def index_put(op: Op) -> ShardingRule | None:
-    """Assignment by index tensors, `b s, _, _ s -> b s`: each device writes to its shard of the
-    first indexed dimension; other indexed dimensions cannot be sharded. With `accumulate` the rows
-    can be sharded too: the output is a partial sum. Returns None for masks."""
+    """Assignment by index tensors, `b s, _, _ s -> b s`; returns None for masks.
+
+    Each device writes to its shard of the first indexed dimension; other indexed dimensions cannot
+    be sharded. With `accumulate` the rows can be sharded too: the output is a partial sum.
+    """
     dims = _assign_tensor_indexing_factors(op)
     if dims is None:
         return None

@@ -52,9 +52,9 @@ class ResizedDim:
         factor: factor of the dimension.
         size, count: number of original rows and of resized rows.
         step: number of original rows per resized row.
-        from_corners: whether the first and the last row keep their positions.
+        from_corners: whether the first and the last row keep their positions (`align_corners`).
         cubic: whether interpolation is cubic, over 4 rows, instead of linear, over 2.
-        antialias: whether a resized row covers all rows that it replaces.
+        antialias: whether a resized row averages all original rows that it covers.
     """
 
     dim: int
@@ -67,14 +67,16 @@ class ResizedDim:
     antialias: bool
 
     def rows_and_weights(self, j: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the original rows that resized rows read, and their weights, both of shape (number
-        of original rows per resized row, len(j)).
+        """Return the original rows that resized rows read, and their weights.
 
         Args:
             j: indices of the resized rows, in the dtype in which PyTorch computes positions.
+
+        Returns:
+            Row indices and weights, both `[original rows per resized row, len(j)]`.
         """
         if self.antialias:
-            return self._antialias_rows_and_weights(j)
+            return self._compute_antialiasing_rows(j)
         # Without `align_corners` a row covers [j, j + 1], and its center is mapped.
         position = j * self.step if self.from_corners else (j + 0.5) * self.step - 0.5
         if not self.cubic:
@@ -91,7 +93,7 @@ class ResizedDim:
             weights = [_compute_cubic_weight(x, -0.75) for x in (1 + t, t, 1 - t, 2 - t)]
         return torch.stack(rows).long().clamp(0, self.size - 1), torch.stack(weights)
 
-    def _antialias_rows_and_weights(self, j: Tensor) -> tuple[Tensor, Tensor]:
+    def _compute_antialiasing_rows(self, j: Tensor) -> tuple[Tensor, Tensor]:
         # Shrinking widens the filter to all rows that a resized row replaces; enlarging does not
         # narrow it.
         scale = max(self.step, 1.0)

@@ -29,7 +29,7 @@ def local_map_rule(op: Op) -> ShardingRule:
     call: LocalCall = op.target  # type: ignore[assignment]
     declared = call.declaration
     state = [(None,) * len(value.shape) for value in op.inputs[len(declared.inputs) :]]
-    factors = _shardable_dim_names(declared)
+    factors = _list_shardable_dim_names(declared)
     buffers = [(None,) * len(value.shape) for value in op.outputs[len(declared.outputs) :]]
     return sharding_rule(
         op,
@@ -45,7 +45,7 @@ def local_map_rule(op: Op) -> ShardingRule:
     )
 
 
-def _shardable_dim_names(declared: Declaration) -> list[str]:
+def _list_shardable_dim_names(declared: Declaration) -> list[str]:
     """Return the dimension names of inputs that can be sharded, in order of first occurrence.
 
     Every output must have the name, or be declared a partial sum or mean.
@@ -60,7 +60,8 @@ def _build_local_map_kernel(op: Op, local: LocalSharding) -> Callable[..., Any]:
     declared, counts = call.declaration, local.shard_counts
 
     def num_terms(dims: DimNames) -> int:
-        """Return the number of terms in the sum of local results with dimensions `dims`."""
+        """Return the number of shards whose results are summed, for a result with dimension names
+        `dims`."""
         return prod(count for name, count in counts.items() if name not in dims)
 
     pairs = zip(declared.output_dims, declared.partial, strict=True)

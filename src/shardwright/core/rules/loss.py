@@ -82,8 +82,8 @@ def _build_loss_rule(
     Args:
         inputs: the factors of each input.
         rows: the factors of the unreduced loss.
-        kernel, reductions: builder of the local computation, and function that returns its
-            collectives.
+        kernel: builder of the local computation.
+        reductions: function that returns the collectives of the kernel.
     """
     # 0 is no reduction.
     output = () if call_arguments(op)["reduction"] else rows

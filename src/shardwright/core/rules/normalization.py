@@ -101,12 +101,12 @@ def _build_channel_norm_rule(op: Op, replicated_dims: Any = ()) -> ShardingRule:
     Args:
         replicated_dims: the dimensions that cannot be sharded.
     """
-    dims = unsharded_at(_image_factors(op), *replicated_dims)
+    dims = unsharded_at(_name_image_factors(op), *replicated_dims)
     inputs = input_factors(op, {"input": dims, **dict.fromkeys(CHANNEL_ARGUMENTS, ("c",))})
     return sharding_rule(op, inputs, (dims,))
 
 
-def _image_factors(op: Op) -> Dims:
+def _name_image_factors(op: Op) -> Dims:
     """Return the factors of an image: `b`, `c`, and one per spatial dimension."""
     return ("b", "c", *("s", "t", "u")[: len(op.output.shape) - 2])
 
@@ -120,7 +120,7 @@ def training_batch_norm(op: Op) -> ShardingRule:
     squared deviations from the mean. Two passes, as on one device, avoid the cancellation of
     E[x²] - E[x]². The new running statistics are replicated over batch and spatial shards.
     """
-    dims = _image_factors(op)
+    dims = _name_image_factors(op)
     inputs = input_factors(op, {"x": dims, **dict.fromkeys(CHANNEL_ARGUMENTS, ("c",))})
     outputs = (dims, ("c",), ("c",))[: len(op.outputs)]
     return sharding_rule(
@@ -135,7 +135,7 @@ def training_batch_norm(op: Op) -> ShardingRule:
 
 def pooled_factors(op: Op) -> tuple[str, ...]:
     """Return the factors over which batch statistics are computed: all but the channels."""
-    return tuple(str(name) for name in _image_factors(op) if name != "c")
+    return tuple(str(name) for name in _name_image_factors(op) if name != "c")
 
 
 def _make_batch_norm_reductions(op: Op, shard_counts: Mapping[str, int]) -> tuple[Reduction, ...]:
@@ -239,7 +239,7 @@ def _build_instance_norm_kernel(op: Op, local: LocalSharding) -> Callable[..., A
 
 
 def _update_running_average(running: Tensor, new: Tensor, momentum: float) -> Tensor:
-    """Return the new exponential moving average; as in PyTorch, `momentum` weighs `new`."""
+    """Return the exponential moving average, in which `momentum` weighs `new`, as in PyTorch."""
     return running.detach() * (1 - momentum) + new.to(running.dtype) * momentum
 
 

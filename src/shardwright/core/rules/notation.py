@@ -32,7 +32,7 @@ NAMES = _LEADING + "".join(c for c in ascii_lowercase if c not in _LEADING)
 
 
 class RuleOptions(TypedDict, total=False):
-    """Keyword arguments of rule builders: the optional fields of `ShardingRule`."""
+    """Optional fields of `ShardingRule`, which rule builders accept as keyword arguments."""
 
     complete: frozenset[str]
     main: MainFactors | None
@@ -65,7 +65,10 @@ def from_notation(
             sizes.
     """
     input_notation, _, output_notation = notation.partition("->")
-    inputs, outputs = _parse_tensors(input_notation), _parse_tensors(output_notation)
+    inputs, outputs = (
+        _split_into_tensors_and_tokens(input_notation),
+        _split_into_tensors_and_tokens(output_notation),
+    )
     if (len(inputs), len(outputs)) != (len(op.inputs), len(op.outputs)):
         raise ValueError(
             f"{op}: the notation {notation!r} has {len(inputs)} inputs and {len(outputs)} outputs, "
@@ -77,7 +80,7 @@ def from_notation(
     # The tensor with most leading dimensions names them; shorter ones take the last names.
     lengths = [len(v.shape) - len(tokens) + 1 for tokens, v in pairs if "..." in tokens]
     leading = [name for name in NAMES if name not in used][: max(lengths, default=0)]
-    dims = [_parse_dims(tokens, len(value.shape), leading) for tokens, value in pairs]
+    dims = [_parse_tensor_factors(tokens, len(value.shape), leading) for tokens, value in pairs]
     return sharding_rule(
         op,
         dims[: len(inputs)],
@@ -200,7 +203,7 @@ def overloads(*operators: str) -> tuple[Any, ...]:
     return tuple(functional)
 
 
-def _parse_tensors(notation: str) -> list[list[str]]:
+def _split_into_tensors_and_tokens(notation: str) -> list[list[str]]:
     """Split the inputs or the outputs of a notation into tensors, and each tensor into tokens."""
     # Without the condition an empty side, as in `-> b s` of `zeros`, would be one tensor without
     # dimensions.
@@ -208,7 +211,7 @@ def _parse_tensors(notation: str) -> list[list[str]]:
     return [[] if entry == "()" else entry.split() for entry in entries]
 
 
-def _parse_dims(tokens: list[str], ndim: int, leading: list[str]) -> Dims:
+def _parse_tensor_factors(tokens: list[str], ndim: int, leading: list[str]) -> Dims:
     """Return the factors of a tensor of `ndim` dimensions, with names of `leading` for `...`."""
     if "..." in tokens:
         ellipsis_index, count = tokens.index("..."), ndim - len(tokens) + 1

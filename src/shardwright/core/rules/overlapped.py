@@ -32,13 +32,13 @@ def _replace_no_arguments(op: Op, local: LocalSharding) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class OutputHalos:
-    """Exchange of the output rows that a shard computes for its neighbors.
+    """Halo exchange of an operator whose windows write output rows in the shards of neighbors.
 
     Args:
-        windows: one per spatial dimension. Input and output have swapped roles, as in a transposed
-            convolution: each input row contributes to a window of output rows.
+        windows: one window of output rows per spatial dimension: each input row contributes to the
+            rows of a window, as in a transposed convolution.
         dims: factor of each dimension of the output.
-        replace: returns the arguments that differ on a shard from those of the operator.
+        replace: returns the arguments that a shard's call replaces.
     """
 
     windows: tuple[Window, ...]
@@ -47,7 +47,7 @@ class OutputHalos:
 
     @property
     def capacity(self) -> dict[str, int]:
-        """The number that the shard count of each factor of `windows` must divide, by factor."""
+        """Capacities: the number that the shard count of each factor of `windows` must divide."""
         return {w.factor: w.capacity for w in self.windows if w.capacity > 1}
 
     def reductions(self, op: Op, shard_counts: Mapping[str, int]) -> tuple[Reduction, ...]:

@@ -55,7 +55,7 @@ def pointwise(op: Op) -> ShardingRule | None:
 
 @rule_for(*overloads("to", "type_as"))
 def dtype_cast(op: Op) -> ShardingRule:
-    """Cast, `b s, _ _ -> b s`: a second tensor only supplies dtype and device, so it is
+    """Cast to the dtype and device of another tensor, `b s, _ _ -> b s`: the other tensor is
     replicated."""
     dims = factor_names(op.output)
     others = [(None,) * len(value.shape) for value in op.inputs[1:]]

@@ -81,14 +81,13 @@ def pooling_rule(num_spatial: int) -> RuleMaker:
 
 
 def _compute_averaged_row_range(arguments: Mapping[str, Any], window: Window) -> tuple[int, int]:
-    """Return the first row that an average includes and the row after the last, with negative
-    numbers for padding."""
+    """Return the range of rows that averages include: (first row, end), negative in padding."""
     padding = window.padding if arguments["count_include_pad"] else 0
     return -padding, window.size + padding
 
 
 def _has_varying_divisor(arguments: Mapping[str, Any], windows: Sequence[Window]) -> bool:
-    """Whether windows of an average pooling divide by different numbers of rows."""
+    """Whether some windows of an average pooling include fewer rows than others."""
     if arguments.get("divisor_override") is not None:
         return False
     counted = [_compute_averaged_row_range(arguments, window) for window in windows]
@@ -167,8 +166,8 @@ for _spatial in (1, 2, 3):
 
 @rule_for(*overloads("pixel_shuffle", "pixel_unshuffle"))
 def shuffle_pixels(op: Op) -> ShardingRule:
-    """Pixel shuffle, `b _ s t -> b _ s t`: elements move between channels and the pixels of a
-    block."""
+    """Pixel shuffle, `b _ s t -> b _ s t`: space can be sharded between blocks of pixels; channels,
+    whose elements become pixels or vice versa, cannot."""
     count = len(op.output.shape) - 3
     # A shard consists of whole blocks of pixels.
     capacity = {

@@ -213,12 +213,13 @@ class _AttentionRing:
 def _find_consecutive_row_ranges(
     blocks: Sequence[BlockIndex], rows: int, swapped: int
 ) -> list[tuple[slice, BlockIndex]]:
-    """Return (local rows, position of the first row) of each range with consecutive positions.
+    """Return (local rows, position of the first row in the sequence) of the consecutive ranges.
 
     Args:
-        blocks: index of this device's rows, and of the rows that it swaps, in units of `rows`.
+        blocks: sequence positions in units of `rows`: of this device's rows, and of the swapped
+            rows.
         rows: number of local rows.
-        swapped: number of last rows that come from another device.
+        swapped: number of rows, the last ones, that come from another device.
     """
     own_rows = slice(0, rows - swapped)
     ranges: list[tuple[slice, BlockIndex]] = [(own_rows, blocks[0] * rows)]

@@ -34,13 +34,13 @@ OperatorLayouts = tuple[tuple[TensorLayout, ...], tuple[TensorLayout, ...]]
 
 @dataclass(frozen=True)
 class MainFactors:
-    """Properties of a main operator, expensive enough that the search chooses its cuts by cost.
+    """Factors of an expensive operator, among which the search chooses its cuts by cost.
 
     Args:
         labels: the label of each factor in the literature (`I`, `J`, `K`), by factor. The search
             shards only these factors; ties go to the first.
-        weight: index of the input whose replication costs memory, weighted by `mem_coeff`; None
-            without a weight.
+        weight: index of the input that is the weight; the search adds the cost of replicating it,
+            times `mem_coeff`. None without a weight.
         exclusive: pairs of factors of which the search shards at most one, such as J and K of a
             matrix product.
     """
@@ -205,18 +205,18 @@ class ShardingRule:
             factor's size; for a dimension that a view splits, the size of the leading part.
         reduced: factors that an output lacks and that can be sharded: the local outputs are then
             partial sums.
-        complete: factors over which the kernel reduces (`reductions`): an output without such a
-            factor is replicated over its axes, not a partial sum.
+        complete: factors that the kernel itself reduces (`reductions`): outputs without these
+            factors are replicated, not partial sums.
         main: the factors among which the search chooses by cost; None if the operator follows the
             cuts of its neighbors.
-        kernel: builder of the local computation; None for `op.target` itself on local tensors.
+        kernel: builder of the local computation; None if the operator itself runs on local tensors.
         reductions: function that returns the collectives inside the kernel, given the operator and
             the shard count of each factor.
         sizes: index of the positional argument that holds the sizes of the output (`view`,
             `expand`), which the program replaces by the local sizes; None without such an argument.
-        random: whether the operator draws random numbers, so that the program seeds it.
-        joined: the inner factor by outer factor: both shard the same dimensions, and the inner
-            factor subdivides the shards of the outer. Searches use only one of the two.
+        random: whether the operator draws random numbers; programs then seed it.
+        joined: outer factors with their inner factors, such as `s` with `ring`: both shard one
+            dimension, the inner factor within shards of the outer. A search uses only one of them.
     """
 
     inputs: tuple[Dims, ...]
@@ -264,8 +264,11 @@ class ShardingRule:
         return factor in summed or all(factor in self.factors_of(dims) for dims in self.outputs)
 
     def factors_of_dim(self, name: str | None) -> tuple[str, ...]:
-        """Return the factors that shard a dimension of factor `name`: the factor itself and its
-        outer factors; none if `name` is None."""
+        """Return the factors that shard a dimension with factor `name`: `name` and its outer
+        factors.
+
+        Returns () if `name` is None.
+        """
         if name is None:
             return ()
         return (name, *(outer for outer, inner in self.joined.items() if inner == name))
@@ -353,8 +356,8 @@ class ShardingRule:
 
 
 def depends_on_position(op: Op, rule: ShardingRule, factor: str) -> bool:
-    """Whether the local computation of an operator sharded by `factor` depends on the index of the
-    shard, such as a write to a sharded dimension."""
+    """Whether a kernel sharded by `factor` depends on the shard's index, as a write to a shard
+    does."""
     if rule.kernel is None:
         return False
     positions: list[str] = []
@@ -408,7 +411,7 @@ def find_rule_maker(target: Any) -> RuleMaker | None:
 
 
 def num_rules() -> int:
-    """Return the number of registered rules, which caches compare to detect a new rule."""
+    """Return the number of registered rules; caches compare it to detect registrations."""
     return len(_RULES)
 
 

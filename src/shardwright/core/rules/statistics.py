@@ -39,8 +39,8 @@ ALL = ShardCombination(
 
 
 def norm_combination(order: float) -> ShardCombination:
-    """Return the `ShardCombination` for vector norms of a finite order other than 0: the norm of
-    all elements is the norm of the norms of shards."""
+    """Return the `ShardCombination` of a vector norm of finite order except 0: the norm of the
+    norms of all shards."""
     return ShardCombination(
         lambda s: (torch.linalg.vector_norm(s.x, order, s.dims, keepdim=True),),
         lambda s, all_: torch.linalg.vector_norm(all_[0], order, 0),
@@ -185,8 +185,8 @@ def extreme_combination(*, largest: bool, shared_by_nans: bool = False) -> Shard
 
 
 class _SplitGradientOverTies(torch.autograd.Function):
-    """Identity of `value`, the extreme of all shards, whose gradient goes to `values`, the extremes
-    of the shards, in the proportions `weights`."""
+    """Return `value`, the extreme of all shards; in the backward pass, distribute its gradient over
+    `values`, the extremes of the shards, in the proportions `weights`."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, value: Tensor, weights: Tensor) -> Tensor:
@@ -265,9 +265,12 @@ def _convert_to_global_index(shard: InputShard, index: Tensor, sizes: Sequence[i
 # Outputs that are sharded like the input
 
 
-def _replace_later_shards(shard: InputShard, gathered: Tensor, neutral: float) -> Tensor:
-    """Replace the statistics of this and later shards by `neutral`, the neutral element of a sum
-    or product over the earlier shards."""
+def _mask_statistics_of_later_shards(shard: InputShard, gathered: Tensor, neutral: float) -> Tensor:
+    """Return the gathered statistics of earlier shards, with `neutral` in place of those of this
+    and later shards.
+
+    `neutral` is the neutral element of the sum or product over earlier shards.
+    """
     # A mask instead of a slice: with many simulated ranks `shard_index` is a `SymInt`, whose value
     # differs from rank to rank.
     numbers = torch.arange(shard.num_shards, device=gathered.device)
@@ -277,12 +280,14 @@ def _replace_later_shards(shard: InputShard, gathered: Tensor, neutral: float) -
 
 CUMULATIVE_SUM = ShardCombination(
     lambda s: (s.x.sum(s.dims, keepdim=True),),
-    lambda s, all_: s.x.cumsum(s.dims[0]) + _replace_later_shards(s, all_[0], 0).sum(0),
+    lambda s, all_: s.x.cumsum(s.dims[0]) + _mask_statistics_of_later_shards(s, all_[0], 0).sum(0),
     keeps_dims=True,
 )
 CUMULATIVE_PRODUCT = ShardCombination(
     lambda s: (_multiply_over_dims(s.x, s.dims),),
-    lambda s, all_: s.x.cumprod(s.dims[0]) * _replace_later_shards(s, all_[0], 1).prod(0),
+    lambda s, all_: (
+        s.x.cumprod(s.dims[0]) * _mask_statistics_of_later_shards(s, all_[0], 1).prod(0)
+    ),
     keeps_dims=True,
 )
 

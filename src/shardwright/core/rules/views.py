@@ -217,24 +217,22 @@ def _assign_matrix_and_diagonal_factors(op: Op, dims: Dims) -> tuple[Dims, Dims]
 
 @rule_for(*overloads("diagonal"))
 def diagonal(op: Op) -> ShardingRule:
-    """Diagonals of matrices, `b _ _ -> b _`: all but the two dimensions of the plane can be
-    sharded."""
+    """Diagonals of matrices, `b _ _ -> b _`: only batch dimensions can be sharded."""
     plane, line = _assign_matrix_and_diagonal_factors(op, factor_names(op.inputs[0]))
     return sharding_rule(op, (plane,), (line,))
 
 
 @rule_for(*overloads("diagonal_scatter"))
 def diagonal_scatter(op: Op) -> ShardingRule:
-    """Write of diagonals, `b _ _, b _ -> b _ _`: all but the plane can be sharded; the last
-    dimension of the second input is the diagonal to write."""
+    """Write of diagonals into matrices, `b _ _, b _ -> b _ _`: only batch dimensions can be
+    sharded."""
     plane, line = _assign_matrix_and_diagonal_factors(op, factor_names(op.output))
     return sharding_rule(op, (plane, line), (plane,))
 
 
 @rule_for(*overloads("diag_embed"))
 def diag_embed(op: Op) -> ShardingRule:
-    """Matrices from diagonals, `b _ -> b _ _`: all but the last dimension, which becomes a
-    diagonal, can be sharded."""
+    """Matrices from diagonals, `b _ -> b _ _`: only batch dimensions can be sharded."""
     plane, line = _assign_matrix_and_diagonal_factors(op, factor_names(op.output))
     return sharding_rule(op, (line,), (plane,))
 
@@ -242,7 +240,7 @@ def diag_embed(op: Op) -> ShardingRule:
 @rule_for(*overloads("tril", "triu"))
 def triangle_rule(op: Op) -> ShardingRule:
     """Triangles of matrices (`tril`, `triu`), `b _ _ -> b _ _`: only batch dimensions can be
-    sharded, as blocks of a matrix have other diagonals."""
+    sharded, as a block has another diagonal than its matrix."""
     dims = unsharded_at(factor_names(op.output), -2, -1)
     return sharding_rule(op, (dims,), (dims,))
 

@@ -5,9 +5,9 @@ a shard, the shard reads rows of its neighbors, the *halo*. Windows that do not 
 as patches, need no communication. At the outer borders of the first and the last shard, padding
 replaces the halo.
 
-If there is not one window for each `stride` rows, as in a convolution without padding, shards of
-windows shift against shards of rows: a shard in the middle then receives rows of both neighbors,
-and each shard selects the rows of its windows.
+The number of windows may differ from the number of rows divided by `stride`, as in a convolution
+without padding. Then the windows of a shard do not begin at its first row: shards in the middle
+receive rows of both neighbors, and each shard selects the rows of its windows.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def largest_shard_count(size: int, is_valid: Callable[[int], bool]) -> int:
 
 
 class SlidingDim(Protocol):
-    """A sliding window, or a resizing (`interpolation`), along one dimension of an image.
+    """A dimension of an image along which windows slide or rows are resized (`interpolation`).
 
     Attributes:
         dim: the dimension.
@@ -193,7 +193,7 @@ def spatial_factors(windows: Sequence[SlidingDim]) -> Dims:
 
 
 def sharded_windows(windows: Sequence[_S], shard_counts: Mapping[str, int]) -> list[tuple[_S, int]]:
-    """Return the windows along sharded dimensions, each with its number of shards."""
+    """Return (window, number of shards) for each window along a sharded dimension."""
     counts = ((window, shard_counts.get(window.factor, 1)) for window in windows)
     return [(window, shards) for window, shards in counts if shards > 1]
 
@@ -244,11 +244,11 @@ class InputHalos:
     Args:
         windows: windows along spatial dimensions.
         dims: factor of each dimension of the image.
-        padding_value: value of padding; None if the first row follows the last, as in a cyclic
-            shift.
-        pads_all: whether the kernel, instead of the operator, also pads dimensions that are not
-            sharded.
-        replace: returns the arguments that differ on a shard from those of the operator.
+        padding_value: value of padding; None for a cyclic shift, in which the first row follows the
+            last.
+        pads_all: whether the kernel also pads dimensions that are not sharded; otherwise the
+            operator pads them.
+        replace: returns the arguments that a shard's call replaces.
         finish: returns a function from the local output of the operator to the output of the
             kernel.
     """
@@ -262,7 +262,7 @@ class InputHalos:
 
     @property
     def capacity(self) -> dict[str, int]:
-        """The number that the shard count of each factor of `windows` must divide, by factor."""
+        """Capacities: the number that the shard count of each factor of `windows` must divide."""
         return {w.factor: w.capacity for w in self.windows if w.capacity > 1}
 
     def reductions(self, op: Op, shard_counts: Mapping[str, int]) -> tuple[Reduction, ...]:
