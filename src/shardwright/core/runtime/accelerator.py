@@ -171,8 +171,8 @@ def set_generator_states(states: Mapping[str, Tensor], device: torch.device) -> 
 
 @contextmanager
 def forked_generators() -> Iterator[Callable[[int], object]]:
-    """Yield a function that seeds the default generators of the CPU and of the current accelerator,
-    whose states are restored at the end of the block."""
+    """Yield a function that seeds the default generators of the CPU and the current accelerator;
+    restore their states at exit."""
     # `torch.manual_seed` and `fork_rng()` would take all accelerators, and the former formats a
     # stack trace for each type that is not initialized, which takes longer than many operators.
     available = torch.accelerator.is_available()
@@ -193,8 +193,7 @@ def pinned(tensor: Tensor) -> Tensor:
 
 
 def seconds_of(work: Callable[[], object], device: torch.device) -> float:
-    """Return the execution time of the operators that `work()` launches on `device`, in seconds by
-    the device's clock."""
+    """Return the seconds that `device` takes to run the operators that `work()` launches."""
     if device.type == "cpu":
         began = time.perf_counter()
         work()
@@ -219,7 +218,7 @@ class Intervals:
         self._pending: deque[tuple[DeviceEvent, DeviceEvent, int]] = deque()
 
     def timestamp(self) -> float | DeviceEvent:
-        """Return the CPU's time in seconds, or an event of the accelerator's current stream."""
+        """Return the current time: seconds on the CPU, a recorded event on an accelerator."""
         if self._device.type in ("cpu", "meta"):
             return time.perf_counter()
         event = DeviceEvent(self._device, enable_timing=True)
@@ -235,7 +234,7 @@ class Intervals:
             self._pending.append((first, last, sign))
 
     def take_seconds(self) -> float:
-        """Return the seconds of the intervals that the device has completed since the last call."""
+        """Return the total seconds of completed intervals, and reset the total to 0."""
         # Events of a stream complete in order: the first pending event ends the loop.
         # `elapsed_time` is in milliseconds.
         while self._pending and self._pending[0][1].query():

@@ -181,13 +181,13 @@ def planned_parameters_by_origin(net: nn.Module) -> dict[ParameterOrigin | None,
 
 
 def is_trained_in_original(parameter: Tensor) -> bool:
-    """Whether a parameter of the original model has a gradient, or was trained by an optimizer."""
+    """Whether the user trains the original model: its parameter has a gradient or an optimizer."""
     origin = origin_of(parameter)
     return parameter.grad is not None or (origin is not None and origin.trained_in_original)
 
 
 def is_planned_parameter(parameter: Tensor) -> bool:
-    """Whether `parallelize` has created a parameter."""
+    """Whether `parallelize` created this parameter."""
     return hasattr(parameter, "model_origins")
 
 

@@ -4,19 +4,19 @@
 |---|---|---|
 | `enter` | nothing | waits, returns the gradients of the local shards |
 | `start` | starts the gather | waits for the reduce-scatter, starts the sum over the replicas |
-| `finish` | waits for the gather | starts to reduce as soon as all its gradients are complete |
+| `finish` | waits for the gather | starts the reduction of the bucket's gradients |
 
-Autograd runs nodes in reverse order of their creation. So `start`, which is placed one bucket ahead
-of the bucket's use, waits one bucket later in the backward pass: communication overlaps computation
+Autograd runs nodes in reverse order of their creation. A program calls `start` one bucket ahead of
+the bucket's use, so the backward pass waits one bucket later: communication overlaps computation
 in both directions. If `start` starts a sum over replicas in the backward pass, `enter` is one of
-the first lines of the program and so waits last. Otherwise `enter` is placed beside `start`, so
-that the gradients of a bucket are accumulated before those of the next bucket arrive.
+the first lines of the program and so waits last. Otherwise the program calls `enter` beside
+`start`, so that the gradients of a bucket are accumulated before those of the next bucket arrive.
 
-All parameters of a `sw.local_map` function are gathered before the function runs, and so autograd
-would run `finish` after the backward pass of the full function. There `finish` instead runs as soon
-as its gradients are complete. The function may branch differently on each rank, but all ranks must
-issue collectives in one order. So each `finish` also takes a result of the previous `finish`, its
-*turn*, which makes autograd run them in reverse order.
+All parameters of a `sw.local_map` function are gathered before the function runs. By default,
+autograd would reduce their gradients only after the backward pass of the whole function. Instead,
+`finish` reduces the gradients of each bucket as soon as they are complete. The function may branch
+differently on each rank, but all ranks must issue collectives in one order. So each `finish` also
+takes a result of the previous `finish`, its *turn*, which makes autograd run them in reverse order.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class StartGather:
 
 @dataclass(frozen=True)
 class ReuseGathered:
-    """Callable that returns the cached gathered members of a bucket, in place of `StartGather`."""
+    """Callable that replaces `StartGather` if the gathered parameters of a bucket are cached."""
 
     bound: BoundBucket
 
@@ -103,8 +103,8 @@ class ReuseGathered:
 class FinishGather:
     """Callable that waits for the all-gather of a bucket, and returns its unsharded parameters.
 
-    Argument `turn` is an empty tensor that the previous bucket's call returned last, or None. The
-    dependency makes autograd reduce buckets in the same order on all ranks.
+    Argument `turn` is the last output of the previous bucket's call, an empty tensor, or None. This
+    dependency makes autograd reduce the buckets in one order on all ranks.
 
     Args:
         bound: the bucket, bound to process groups.
@@ -124,10 +124,11 @@ class FinishGather:
 
 @dataclass(frozen=True)
 class UseAsStored:
-    """Callable that returns the parameters of a bucket without an all-gather: unsharded or cached.
+    """Callable that returns the parameters of a bucket that needs no all-gather: they are not
+    sharded, or were gathered before.
 
-    Argument `turn` is an empty tensor that the previous bucket's call returned last, or None. The
-    dependency makes autograd reduce buckets in the same order on all ranks.
+    Argument `turn` is the last output of the previous bucket's call, an empty tensor, or None. This
+    dependency makes autograd reduce the buckets in one order on all ranks.
     """
 
     bound: BoundBucket
@@ -192,8 +193,8 @@ class _FinishGatherFunction(torch.autograd.Function):
     """Return the gathered members of a bucket; in the backward pass, start the reduction of their
     gradients as one flat tensor.
 
-    `turn` is the tensor that the call of the previous bucket returned last; this call returns a new
-    one after the members. The chain makes autograd reduce the buckets in a fixed order.
+    `turn` is the last output of the previous bucket's call; the last output of this call is the
+    next `turn`. This chain makes autograd reduce the buckets in a fixed order.
 
     Members that a backward pass does not reach get None as gradient, not zeros: momentum and weight
     decay would change parameters with zero gradients.

@@ -60,7 +60,7 @@ class BoundBucket:
             self.dtype,
             self.stored_dtype,
             self._gather_group_sizes,
-            self._is_flat_buffer_a_member,
+            self._is_flat_buffer_view_of_member,
         )
 
     @cached_property
@@ -114,7 +114,7 @@ class BoundBucket:
             if not gather.group.in_order:
                 blocks = out.chunk(gather.group.size)
                 out = torch.cat([blocks[position] for position in gather.group.order])
-        if self._is_flat_buffer_a_member:
+        if self._is_flat_buffer_view_of_member:
             return [out.view(self._get_unsharded_member_shape(0))]
         # The first dimensions enumerate the ranks, each with its shards of all members in a row.
         split = torch.split(out.view(*self._gather_group_sizes, self.numel), self.sizes, -1)
@@ -151,13 +151,13 @@ class BoundBucket:
             name = gather.group.name
             unreduced = reducible(blocks.view(-1))
             flat = c10d.reduce_scatter_tensor(unreduced, "sum", gather.group.size, name)
-            flat = self._complete_if_complex(flat)
+            flat = self._wait_if_complex(flat)
             is_pending = True
         # After a reduce-scatter, `sum_replicas` all-reduces the shards instead, as in HSDP.
         if self.replicas is not None and not self._has_reduce_scatter:
-            return self._complete_if_complex(
+            return self._wait_if_complex(
                 _start_gradient_all_reduce(
-                    flat, self.replicas, in_place=not self._is_flat_buffer_a_member
+                    flat, self.replicas, in_place=not self._is_flat_buffer_view_of_member
                 )
             )
         return flat
@@ -174,9 +174,7 @@ class BoundBucket:
         if self.replicas is None or not self._has_reduce_scatter:
             return self._wait_for_collective(flat) if self._has_reduce_scatter else flat
         flat = self._wait_for_collective(flat)
-        return self._complete_if_complex(
-            _start_gradient_all_reduce(flat, self.replicas, in_place=True)
-        )
+        return self._wait_if_complex(_start_gradient_all_reduce(flat, self.replicas, in_place=True))
 
     def shard_gradients(self, flat: Tensor) -> list[Tensor]:
         """Wait for the result of `sum_replicas`, and return the gradients of the local shards."""
@@ -195,7 +193,7 @@ class BoundBucket:
         assert group is not None
         return complete(pending, self.dtype, group)
 
-    def _complete_if_complex(self, flat: Tensor) -> Tensor:
+    def _wait_if_complex(self, flat: Tensor) -> Tensor:
         """Return `flat`, the pending result of a collective, as a gradient that autograd accepts.
 
         The pending result of a complex tensor has pairs of real numbers, whose shape autograd would
@@ -211,13 +209,16 @@ class BoundBucket:
 
     @cached_property
     def _gather_group_sizes(self) -> tuple[int, ...]:
-        """Number of shards that each all-gather concatenates, the last all-gather first."""
+        """Number of ranks of each all-gather, the last all-gather first."""
         return tuple(gather.group.size for gather in reversed(self.gathers))
 
     @cached_property
     def _block_dim_permutations(self) -> list[tuple[int, ...]]:
-        """For each member, the permutation from [all-gathers, tensor dimensions] to each tensor
-        dimension preceded by the all-gathers that concatenate it."""
+        """For each member, the permutation of gathered shards that makes them one tensor.
+
+        Gathered shards have the dimensions [all-gathers, tensor dimensions]. The permutation moves
+        each all-gather in front of the tensor dimension that it concatenates.
+        """
         orders = []
         count = len(self.gathers)
         for member, shape in zip(self.bucket.members, self.shapes, strict=True):
@@ -233,7 +234,7 @@ class BoundBucket:
         return orders
 
     @cached_property
-    def _is_flat_buffer_a_member(self) -> bool:
+    def _is_flat_buffer_view_of_member(self) -> bool:
         """Whether the flat buffer is a view of a single member, so that no copy is needed."""
         order = self._block_dim_permutations[0]
         # With the identity as permutation, the concatenated shards already are the full tensor.
@@ -259,7 +260,7 @@ class BoundBucket:
 
     def _flatten_gradients(self, gradients: Sequence[Tensor | None]) -> Tensor:
         example = next(gradient for gradient in gradients if gradient is not None)
-        if self._is_flat_buffer_a_member:
+        if self._is_flat_buffer_view_of_member:
             return example.reshape(-1)
         if not self.gathers:
             pairs = zip(gradients, self.sizes, strict=True)

@@ -58,8 +58,8 @@ def norm_over_devices(
 ) -> Tensor:
     """Return the norm of tensors over all devices and stages, in float64. Collective.
 
-    Each device sums the powers of its local shards, divided by the number of devices with the same
-    shard, so that one all-reduce gives the norm for any placements.
+    Each device sums |x|^`norm_type` over its local shards, and divides the sum by the number of
+    devices with the same shard. So one all-reduce gives the norm for any placements.
 
     Args:
         tensors: parameters or gradients of this rank's stage.

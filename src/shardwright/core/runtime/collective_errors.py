@@ -59,7 +59,7 @@ class ProgramLine:
 
     @property
     def computes(self) -> bool:
-        """Whether the line calls an operator: the comment above names an operator, not a bucket."""
+        """Whether the line calls an operator: the comment above it names one, not a bucket."""
         # Lowering writes the name of an operator, or the number of a bucket, above each line.
         above = self.source.splitlines()[self.line - 2].strip()
         return above.startswith("# ") and not above.startswith("# bucket ")
@@ -131,7 +131,7 @@ def naming_redistributions(call: str = "") -> Iterator[None]:
 
 
 def _describe_failed_collective(error: BaseException, call: str) -> str | None:
-    """Describe the collective that failed; return None if `error` is not from a collective.
+    """Describe the collective that raised `error`; None if no collective raised it.
 
     Args:
         call: description of a collective that belongs to no redistribution; empty for the function

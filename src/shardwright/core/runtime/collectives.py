@@ -43,8 +43,8 @@ class Collective:
     Args:
         start: starts the collective on a local tensor and returns the pending result.
         finish: waits for the pending result and returns the result, in the given dtype.
-        joined: (dimension of concatenation, number of blocks) if the pending result has its blocks
-            along dimension 0; None if it has its final shape.
+        joined: (dim, number of shards) if `finish` concatenates along `dim` the shards that the
+            pending result has along dimension 0; None if the pending result has its final shape.
     """
 
     start: TensorFunction
@@ -66,8 +66,7 @@ class Collective:
 
 
 def blocking(function: TensorFunction) -> Collective:
-    """Return a `Collective` whose `start` runs `function` to completion, and whose `finish` returns
-    the result."""
+    """Wrap `function`, a synchronous collective, as a `Collective` that completes in `start`."""
     return Collective(function, lambda out, dtype: out)
 
 
@@ -117,15 +116,15 @@ def all_to_all(dim: int, to_dim: int, group: Group) -> Collective:
 
 
 def _make_finish_for_final_shape(group: Group) -> Callable[[Tensor, torch.dtype], Tensor]:
-    """Return the `Collective.finish` of a collective whose pending result has its final shape."""
+    """Return a `Collective.finish` that waits for the pending result and keeps its shape."""
     return lambda pending, dtype: complete(pending, dtype, group)
 
 
 def _make_finish_with_concatenation(
     dim: int, group: Group
 ) -> Callable[[Tensor, torch.dtype], Tensor]:
-    """Return the `finish` function of a collective whose pending result has the shards along
-    dimension 0: it concatenates them along `dim`."""
+    """Return a `Collective.finish` that waits for the pending result, whose shards are stacked
+    along dimension 0, and concatenates the shards along `dim`."""
 
     def finish(pending: Tensor, dtype: torch.dtype) -> Tensor:
         out = complete(pending, dtype, group)
@@ -250,7 +249,7 @@ def bind(step: RedistributionStep, devices: Devices) -> BoundCollective:
 def _bind_slice(step: RedistributionStep, devices: Devices) -> BoundCollective:
     group = devices.group(step.axes)
     return BoundCollective(
-        _bind_local_block_slice(step, devices), all_gather(_get_sharded_dim(step), group)
+        _bind_shard_slice(step, devices), all_gather(_get_sharded_dim(step), group)
     )
 
 
@@ -272,7 +271,7 @@ def _bind_all_gather(step: RedistributionStep, devices: Devices) -> BoundCollect
     if step.backward == "reduce_scatter":
         return BoundCollective(all_gather(dim, group), reduce_scatter(dim, group))
     # The gradient of a replicated result is equal on all ranks, so each keeps its block of it.
-    return BoundCollective(all_gather(dim, group), _bind_local_block_slice(step, devices))
+    return BoundCollective(all_gather(dim, group), _bind_shard_slice(step, devices))
 
 
 def _bind_all_to_all(step: RedistributionStep, devices: Devices) -> BoundCollective:
@@ -281,7 +280,7 @@ def _bind_all_to_all(step: RedistributionStep, devices: Devices) -> BoundCollect
     return BoundCollective(all_to_all(dim, to_dim, group), all_to_all(to_dim, dim, group))
 
 
-def _bind_local_block_slice(step: RedistributionStep, devices: Devices) -> Collective:
+def _bind_shard_slice(step: RedistributionStep, devices: Devices) -> Collective:
     """Return a collective that keeps this rank's shard along the sharded dimension of `step`."""
     dim, count, index = (
         _get_sharded_dim(step),
@@ -309,18 +308,18 @@ def _bind_permute(step: RedistributionStep, devices: Devices) -> BoundCollective
 def _bind_permutation(targets: Sequence[int], axes: Axes, devices: Devices) -> BoundCollective:
     """Bind a permutation of shards: position i of the group over `axes`, in the order of the mesh,
     sends its shard to position `targets[i]`."""
-    group, send, receive = _get_send_and_receive_counts(targets, axes, devices)
+    group, send, receive = _make_permutation_splits(targets, axes, devices)
     return BoundCollective(
         blocking(lambda x: exchange(x, send, receive, group)),
         blocking(lambda g: exchange(g, receive, send, group)),
     )
 
 
-def _get_send_and_receive_counts(
+def _make_permutation_splits(
     targets: Sequence[int], axes: Axes, devices: Devices
 ) -> tuple[Group, list[Index], list[Index]]:
-    """Return (group over `axes`, blocks sent to each rank, blocks received from each rank), for a
-    permutation of one block per rank.
+    """Return the group over `axes`, and for each of its ranks the numbers of blocks (0 or 1) that
+    this rank sends to it and receives from it in a permutation.
 
     Args:
         targets: for each position in the group, the position of the rank to which it sends.
@@ -424,7 +423,7 @@ def bound_reduction(devices: Devices, axes: Axes, operation: str, varying: bool)
         # end.
         if operation != RING:
             return Reduce(permute, permute.forward.start, identity)
-        group, send, receive = _get_send_and_receive_counts(targets, axes, devices)
+        group, send, receive = _make_permutation_splits(targets, axes, devices)
         return Reduce(
             permute,
             lambda x: start_exchange(x, send, receive, group),

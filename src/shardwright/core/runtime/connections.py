@@ -49,7 +49,7 @@ def close_connections(store: Store) -> None:
 
 @contextmanager
 def _duplicate_sockets_of_process() -> Iterator[list[socket.socket]]:
-    """Context with duplicates of all internet sockets of this process."""
+    """Yield duplicates of all internet sockets of this process; close the duplicates at exit."""
     sockets = []
     for file in [*FILE_DESCRIPTORS.iterdir()]:
         with suppress(OSError):  # The descriptor of the folder, which is closed by now.

@@ -1,4 +1,4 @@
-"""Count the collective calls of models, of DTensors and of the user's own, by `RankCalls`."""
+"""Count collective calls of models, DTensors and the user's code, to detect deadlocked ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ CallResult = TypeVar("CallResult")
 
 @cache
 def _get_counters_by_group() -> WeakKeyDictionary[dist.ProcessGroup, RankCalls]:
-    """Return the counters by default process group; the first call hooks into collectives."""
+    """Return the counter of calls for each default process group of this process.
+
+    The first call installs hooks in backward passes and in the collectives of `torch.distributed`.
+    """
     around_backward(_count_backward_passes)
     around_world_collectives(_count_world_collective)
     around_redistributions(_count_redistribution)
@@ -34,10 +37,10 @@ def _get_counters_by_group() -> WeakKeyDictionary[dist.ProcessGroup, RankCalls]:
 
 
 def rank_calls() -> RankCalls | None:
-    """Return the counter of this rank's collective calls, which counts from now on; None without
-    other ranks.
+    """Start to count this rank's collective calls, unless started, and return the counter; None
+    with a single rank.
 
-    Every rank must call this function first at the same point of its program.
+    All ranks must make their first call of this function at the same point of the program.
     """
     calls = watch_rank()
     if calls is not None and calls.counting_thread is None:
@@ -46,10 +49,10 @@ def rank_calls() -> RankCalls | None:
 
 
 def watch_rank() -> RankCalls | None:
-    """Return the counter of this rank's collective calls, which counts from the first
-    `rank_calls()`; None without other ranks.
+    """Return the counter of this rank's collective calls; None with a single rank.
 
-    Before, this rank only reports where it waits if another rank counts.
+    The counter counts only after the first `rank_calls()`. Until then, it reports where this rank
+    waits, once another rank counts.
     """
     if not has_other_ranks():
         return None
@@ -60,7 +63,7 @@ def watch_rank() -> RankCalls | None:
     return groups[world]
 
 
-def _find_counter() -> RankCalls | None:
+def _find_call_counter() -> RankCalls | None:
     """Return the counter of this rank's collective calls; None before `watch_rank()`."""
     world = dist.group.WORLD
     return None if world is None else _get_counters_by_group().get(world)
@@ -120,7 +123,7 @@ def begin_backward() -> None:
 
 def _count_backward_passes() -> AbstractContextManager[None]:
     # Also of models that are not planned, which must not begin to count.
-    calls = _find_counter()
+    calls = _find_call_counter()
     if calls is None or calls.counting_thread is None:
         return nullcontext()
     return calls.backward_passes()
@@ -129,14 +132,14 @@ def _count_backward_passes() -> AbstractContextManager[None]:
 def counted_call(name: str, *, waits: bool = True) -> AbstractContextManager[None]:
     """Return the context that counts a collective call.
 
-    No effect before the first `rank_calls()`, apart from the explanation of errors.
+    Counts nothing before the first `rank_calls()`; errors of closed connections are explained.
 
     Args:
         name: name of the call, equal on all ranks.
         waits: whether the call returns only after all ranks have begun it; False for asynchronous
             calls and calls with a source rank.
     """
-    calls = _find_counter()
+    calls = _find_call_counter()
     if calls is None:
         return nullcontext()
     if calls.counting_thread is None:
@@ -151,7 +154,7 @@ def _count_world_collective(name: str, waits: bool) -> AbstractContextManager[No
         name: name of the function of `torch.distributed`.
         waits: whether the collective returns only after all ranks have called it.
     """
-    calls = _find_counter()
+    calls = _find_call_counter()
     # Other threads, such as those of asynchronous checkpoints on accelerators, may use backends
     # that the calls of the counting thread do not use.
     counting_thread = calls.counting_thread if calls is not None else None

@@ -31,8 +31,8 @@ from shardwright.core.torch_internals.distributed import (
 from shardwright.errors import PlanError
 
 Subgroups = dict[tuple[tuple[int, ...], ...], dist.ProcessGroup | None]
-"""Existing process groups: this rank's group, by the lists of ranks of all groups that were created
-together; None if no list contains this rank."""
+"""Cache of process groups: a key has the ranks of each group created in one call, the value is the
+group that contains this rank, or None."""
 
 Index = int | torch.SymInt
 """An index that depends on the rank, such as that of a shard; a `SymInt` if one process simulates
@@ -316,7 +316,7 @@ class Devices:
 
 @cache
 def _get_num_stages_by_mesh_hash() -> dict[int, int]:
-    """Return the number of pipeline stages by hash of each planned `DeviceMesh` of this process."""
+    """Return a map from the hash of each planned `DeviceMesh` to the plan's number of stages."""
     return {}
 
 
@@ -361,9 +361,9 @@ def _create_subgroup(ranks: list[list[int]], device: torch.device) -> dist.Proce
 def _can_create_groups_locally(device: torch.device) -> bool:
     """Whether each rank can create only its own group, with local synchronization.
 
-    PyTorch names a group created with local synchronization by the number of groups that the rank
-    has created. If the user has created groups on some ranks only, the ranks of one group would
-    wait under different names.
+    With local synchronization, PyTorch derives the name of a group from the number of groups that
+    the rank has created. If the user created groups on some ranks only, the ranks of a new group
+    would wait for each other under different names.
     """
     if not has_other_ranks():
         return True

@@ -143,7 +143,7 @@ def _shard_full_optimizer_states(optimizer: Optimizer) -> None:
                 state[key] = with_spec(shard, spec_of(parameter))
 
 
-class _LocalShardsFunction(torch.autograd.Function):
+class _ToLocalShardsFunction(torch.autograd.Function):
     """Return the local shards of DTensors; in the backward pass, wrap the gradients of the shards
     as DTensors."""
 
@@ -167,7 +167,7 @@ def local_shards(parameters: Mapping[str, Tensor], layout: DeviceMatrix) -> dict
     # On one device, parameters are ordinary tensors.
     if layout.num_devices == 1:
         return dict(parameters)
-    shards = _LocalShardsFunction.apply(*parameters.values())  # type: ignore[no-untyped-call]
+    shards = _ToLocalShardsFunction.apply(*parameters.values())  # type: ignore[no-untyped-call]
     return dict(zip(parameters, shards, strict=True))
 
 

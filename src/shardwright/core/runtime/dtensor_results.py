@@ -40,14 +40,14 @@ DRAWS_FROM_VALUES = (
 def correct_dtensor_results() -> None:
     """Correct `item()` of partial sums, and random numbers on CPUs, for all DTensors of this
     process."""
-    set_operator_handler(aten._local_scalar_dense.default, _gather_and_read_item)
+    set_operator_handler(aten._local_scalar_dense.default, _read_item_of_full_tensor)
     for operator in RANDOM_OPERATORS:
         set_operator_handler(operator, partial(_draw_full_tensor, operator))
     for operator in DRAWS_FROM_VALUES:
         set_operator_handler(operator, partial(_draw_from_gathered_arguments, operator))
 
 
-def _gather_and_read_item(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _read_item_of_full_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return `item()` of the full tensor; for a partial sum, PyTorch returns this rank's local
     value."""
     return args[0].full_tensor().item()
@@ -59,7 +59,7 @@ def _draw_full_tensor(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[
     tensor: DTensor = args[0]
     local, mesh = local_tensor(tensor), tensor.device_mesh
     # PyTorch's own result is right there, and needs no communication.
-    if _draws_as_one_device(tensor):
+    if _draws_same_numbers_as_one_device(tensor):
         return operator(*args, **kwargs)
     # Every rank draws all numbers, so that the generators advance alike; the first rank's are used.
     full = operator(local.new_empty(tensor.shape), *args[1:], **kwargs)
@@ -81,12 +81,12 @@ def _draw_from_gathered_arguments(
 ) -> Any:
     """Gather the arguments of a random operator, run the operator on the first rank of the mesh,
     and broadcast the result."""
-    if not isinstance(args[0], DTensor) or _draws_as_one_device(args[0]):
+    if not isinstance(args[0], DTensor) or _draws_same_numbers_as_one_device(args[0]):
         return operator(*args, **kwargs)
     return compute_on_full_tensors(operator, args, kwargs)
 
 
-def _draws_as_one_device(tensor: DTensor) -> bool:
+def _draws_same_numbers_as_one_device(tensor: DTensor) -> bool:
     """Whether PyTorch draws the same numbers for the shards of `tensor` as one device for the full
     tensor."""
     # Generators of accelerators are counter-based (Philox), and DTensor sets their offset for each

@@ -20,7 +20,7 @@ TOLERANCE = 1e-4
 Not 0, because atomic additions on an accelerator run in varying order and so round differently."""
 
 _SAMPLE = 1 << 16
-"""Number of leading elements of a result in its weighted sum, which detects permutations."""
+"""Number of elements in the position-weighted sum of a result, which detects permuted elements."""
 
 
 @dataclass

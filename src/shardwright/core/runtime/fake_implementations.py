@@ -64,7 +64,7 @@ class CheckedCustomOp:
 
 
 def _describe_shapes_or_dtypes(results: FakeResults, compared: FakeResults) -> str:
-    """Return the shapes of `results` as text, or the dtypes if `compared` has the same shapes."""
+    """Return the shapes of `results` as text, or their dtypes if the shapes equal `compared`'s."""
     shapes = [str(shape) for shape, _ in results]
     differ = shapes != [str(shape) for shape, _ in compared]
     return " and ".join(shapes if differ else [str(dtype) for _, dtype in results])

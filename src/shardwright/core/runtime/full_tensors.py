@@ -57,14 +57,16 @@ def compute_on_shards(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[
     Returns:
         Whether the operator has run.
     """
-    if not _is_elementwise(operator, args) or not _have_equal_layouts([*args, *kwargs.values()]):
+    if not _writes_elementwise(operator, args) or not _have_equal_layouts(
+        [*args, *kwargs.values()]
+    ):
         return False
     local_args, local_kwargs = pytree.tree_map_only(DTensor, local_tensor, (args, kwargs))
     operator(*local_args, **local_kwargs)
     return True
 
 
-def _is_elementwise(operator: OpOverload, args: tuple[Any, ...]) -> bool:
+def _writes_elementwise(operator: OpOverload, args: tuple[Any, ...]) -> bool:
     name = operator_name(operator)
     # Replicas of one shard would draw different numbers.
     if not written_arguments(operator) or is_random_operator(operator):

@@ -143,8 +143,7 @@ def global_leaves(
         leaves: the leaves of the call's arguments on this rank.
 
     Raises:
-        PlanError: if the call passes a tensor that the planned call did not pass, so that it is
-            unknown whether it is sharded.
+        PlanError: if the call passes a tensor that the planned call did not pass.
     """
     if not arrivals:
         return list(leaves)
@@ -154,8 +153,8 @@ def global_leaves(
         if value is None and isinstance(leaf, Tensor) and leaf.ndim:
             raise PlanError(
                 f"a call passes a tensor of shape {tuple(leaf.shape)} that the planned call did "
-                "not pass, and with this `dataset_strategy` it is unknown whether it is a local "
-                "batch\nplan with an example that passes the tensor, or without `dataset_strategy`"
+                "not pass, so `dataset_strategy` does not tell whether it is a local batch\n"
+                "plan with an example that passes the tensor, or without `dataset_strategy`"
             )
         is_split = isinstance(value, Value) and value.name in arrivals
         # `PlannedCall.check` rejects another number of dimensions, with both shapes in its error.

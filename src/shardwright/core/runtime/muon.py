@@ -44,7 +44,7 @@ def orthogonalize_full_matrices() -> None:
 
 
 @dataclass(frozen=True)
-class _MatrixRanks:
+class _ShardingRanks:
     """The ranks over which a matrix is sharded.
 
     Args:
@@ -65,14 +65,14 @@ def _step_on_full_matrices(
     muon_momentum_bufs: Sequence[Tensor],
     **options: Any,
 ) -> None:
-    """Run a step of `Muon`: `original` on unsharded matrices, `_update_shards_of_matrices` on the
-    others."""
+    """Run a step of `Muon`: PyTorch's function `original` updates matrices that are not sharded,
+    `_update_shards_of_matrices` updates sharded matrices."""
     matrices = list(zip(params, grads, muon_momentum_bufs, strict=True))
-    sharded = [each for each in matrices if _are_sharded_alike(*each)]
+    sharded = [each for each in matrices if _are_equally_sharded(*each)]
     sharded_ids = {id(param) for param, *_ in sharded}
     # Replicated matrices need no communication.
     others = [
-        tuple(map(detached_local, each)) if _are_all_replicated(*each) else each
+        tuple(map(detached_local, each)) if _are_equally_replicated(*each) else each
         for each in matrices
         if id(each[0]) not in sharded_ids
     ]
@@ -81,21 +81,21 @@ def _step_on_full_matrices(
         _update_shards_of_matrices(sharded, **options)
 
 
-def _are_sharded_alike(*matrix: Tensor) -> bool:
-    return _are_sharded_as_muon_supports(matrix) and any(
+def _are_equally_sharded(*matrix: Tensor) -> bool:
+    return _have_equal_placements(matrix) and any(
         _is_shard_placement(placement) for placement in _get_placements(matrix[0])
     )
 
 
-def _are_all_replicated(*matrix: Tensor) -> bool:
-    return _are_sharded_as_muon_supports(matrix) and all(
+def _are_equally_replicated(*matrix: Tensor) -> bool:
+    return _have_equal_placements(matrix) and all(
         placement.is_replicate() for placement in _get_placements(matrix[0])
     )
 
 
-def _are_sharded_as_muon_supports(matrix: Sequence[Tensor]) -> bool:
-    """Whether a parameter, its gradient and its momentum are DTensors with equal shards, and ranks
-    are not simulated."""
+def _have_equal_placements(matrix: Sequence[Tensor]) -> bool:
+    """Whether a parameter, its gradient and its momentum are DTensors with equal placements, none
+    partial, and have real local tensors, unlike in the simulation of ranks."""
     return all(isinstance(x, DTensor) and type(detached_local(x)) is Tensor for x in matrix) and (
         len({_get_placements(tensor) for tensor in matrix}) == 1
         and not any(placement.is_partial() for placement in _get_placements(matrix[0]))
@@ -125,14 +125,14 @@ def _update_shards_of_matrices(
     **_: Any,
 ) -> None:
     rate = float(lr)
-    by_group: dict[dist.ProcessGroup, list[tuple[Tensor, Tensor, _MatrixRanks]]] = {}
+    by_group: dict[dist.ProcessGroup, list[tuple[Tensor, Tensor, _ShardingRanks]]] = {}
     for param, grad, buffer in matrices:
         local_grad, local_buffer = detached_local(grad), detached_local(buffer)
         # As in `torch.optim.Muon`: a moving average of gradients, with Nesterov's look-ahead.
         local_buffer.lerp_(local_grad, 1 - momentum)
         update = local_grad.lerp(local_buffer, momentum) if nesterov else local_buffer
         assert isinstance(param, DTensor)
-        owners = _find_ranks_of_matrix(
+        owners = _find_sharding_ranks(
             *(param.device_mesh, _get_placements(param), tuple(param.shape), _get_default_group())
         )
         # `torch.optim.Muon` orthogonalizes in bfloat16, so sending float32 would only double the
@@ -160,7 +160,7 @@ def _update_shards_of_matrices(
 
 
 def _orthogonalize_shards(
-    matrices: Sequence[tuple[Tensor, _MatrixRanks]], options: tuple[Any, ...]
+    matrices: Sequence[tuple[Tensor, _ShardingRanks]], options: tuple[Any, ...]
 ) -> list[Tensor]:
     """Return this rank's shards of orthogonalized matrices; each rank orthogonalizes one matrix.
 
@@ -186,7 +186,7 @@ def _orthogonalize_shards(
 
 
 def _orthogonalize_blocks(
-    blocks: Tensor, shard: Tensor, owners: _MatrixRanks, options: tuple[Any, ...]
+    blocks: Tensor, shard: Tensor, owners: _ShardingRanks, options: tuple[Any, ...]
 ) -> Tensor:
     """Orthogonalize a matrix given as its shards in the order of ranks; return the shards of the
     result."""
@@ -216,12 +216,12 @@ def _exchange_elements(
 
 
 @cache
-def _find_ranks_of_matrix(
+def _find_sharding_ranks(
     mesh: DeviceMesh,
     placements: tuple[Placement, ...],
     shape: tuple[int, ...],
     world: dist.ProcessGroup,
-) -> _MatrixRanks:
+) -> _ShardingRanks:
     """Return the ranks over which a matrix is sharded. Collective for these ranks at the first
     call.
 
@@ -254,7 +254,7 @@ def _find_ranks_of_matrix(
         layout.slices(_compute_mesh_position(coordinates[rank], sizes), shape)
         for rank in dist.get_process_group_ranks(group)
     )
-    return _MatrixRanks(group, dist.get_group_rank(group, dist.get_rank()), slices)
+    return _ShardingRanks(group, dist.get_group_rank(group, dist.get_rank()), slices)
 
 
 def _compute_mesh_position(coordinate: tuple[int, ...], sizes: tuple[int, ...]) -> int:

@@ -1,9 +1,9 @@
 """Random operators on shards, seeded by step, operator and shard, so that runs are reproducible.
 
-Replicas of a shard draw equal numbers, different shards draw independent numbers. The numbers
-differ from the draw of one device for the full tensor. Recomputed operators must draw the numbers
-of the forward pass again. Seeded operators do; on one device, where operators are not seeded,
-activation checkpointing restores the state of PyTorch's generator.
+Replicas of a shard draw equal numbers; different shards draw independent numbers. The numbers
+differ from those that one device draws for the full tensor. Recomputed operators must repeat the
+numbers of the forward pass: seeded operators do. On one device operators are not seeded, so
+activation checkpointing restores the state of PyTorch's generators instead.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ Some calls wait in the store for all ranks before they communicate: calls that o
 alone by mistake, and calls that `ExpectedCalls` did not predict. Other calls do not access the
 store.
 
-From its first plan on, a rank is watched but counts nothing. It then only reports the collective in
-which it waits, if another rank has begun to count.
+A rank that has a plan but has not begun to count is watched: if another rank counts, the watched
+rank reports the collective in which it waits.
 """
 
 from __future__ import annotations
@@ -80,15 +80,16 @@ class RankCalls:
     """
 
     num_counted_groups: ClassVar[int] = 0
-    """Number of default process groups in which this process has counted calls, equal on all ranks;
-    part of the keys in the store, which may still have keys of earlier groups."""
+    """Number of default process groups in which this process has counted calls, equal on all ranks.
+
+    Part of each store key, because the store may still have keys of earlier groups.
+    """
 
     def __init__(self, world: dist.ProcessGroup) -> None:
         self.error = ""
         """The error that further calls of this rank raise; empty without an error."""
         self.counting_thread: threading.Thread | None = None
-        """The thread in which this rank began to count calls; None as long as the rank is only
-        watched."""
+        """The thread in which this rank began to count calls; None before it counts."""
         self._world, self._rank, self._world_size = ref(world), world.rank(), world.size()
         self._longest_wait = group_timeout(world)
         # A connection for each thread, as both may block in it.
@@ -109,8 +110,7 @@ class RankCalls:
         self._expected = ExpectedCalls()
         self._last_barrier = ""
         self._has_differed = self._is_retry = False
-        """Whether the previous collective call raised a `DataError` on this rank, and whether the
-        current call retries a call that raised one."""
+        """Whether the last call raised a `DataError`; whether the current call repeats it."""
         self._written, self._seen_changes = "", 0
         self._request = 0
         """Number of rank 0's latest request for current states of all ranks; 0 without a
@@ -223,14 +223,14 @@ class RankCalls:
                 ranks.
         """
         if self.error:
-            raise self._make_exception_from_error()
+            raise self._make_common_exception()
         thread_id = self._get_calling_thread_id()
         with self._entering:
             if not self.is_inside_a_call:
                 # The stack of this thread shows where the rank waits.
                 self.is_inside_a_call, self._thread_id = True, thread_id
                 return True
-        if thread_id == self._thread_id or _is_thread_of_autograd():
+        if thread_id == self._thread_id or _is_autograd_thread():
             return False
         _, line = waiting_call_and_line(sys._getframe())
         thread = threading.current_thread().name
@@ -241,9 +241,9 @@ class RankCalls:
         raise DataError(error)
 
     def _get_calling_thread_id(self) -> int:
-        """Return the identifier of this thread, or of the last thread that has begun a backward
-        pass if this one belongs to autograd."""
-        return self._backward_thread_id if _is_thread_of_autograd() else threading.get_ident()
+        """Return the identifier of this thread; for an autograd thread, the identifier of the
+        thread that began the backward pass."""
+        return self._backward_thread_id if _is_autograd_thread() else threading.get_ident()
 
     def _count_call(self, name: str) -> bool:
         """Count a collective call; return whether `ExpectedCalls` predicted it."""
@@ -261,7 +261,7 @@ class RankCalls:
         self._expected.undo()
         self._has_differed = isinstance(error, DataError)
 
-    def _make_exception_from_error(self) -> Exception:
+    def _make_common_exception(self) -> Exception:
         is_of_all = self.error.startswith((WAITING, TWO_THREADS))
         return DataError(self.error) if is_of_all else CommunicationError(self.error)
 
@@ -309,12 +309,12 @@ class RankCalls:
                 return
             time.sleep(pause)
             pause = min(2 * pause, POLL_INTERVAL)
-        raise self._make_exception_from_error()
+        raise self._make_common_exception()
 
     @contextmanager
     def explaining_errors(self) -> Iterator[None]:
-        """Context that replaces errors of closed connections by the common error of all ranks, if
-        any."""
+        """Context that converts errors of closed connections to the error common to all ranks, or
+        to a `CommunicationError` if the ranks have none."""
         try:
             yield
         except (ShardwrightError, CommunicationError):
@@ -338,10 +338,11 @@ class RankCalls:
                 with naming_redistributions(self._make_rank_state().call_with_line):
                     raise
             time.sleep(ERROR_DELAY)
-            raise self._make_exception_from_error() from error
+            raise self._make_common_exception() from error
 
     def _read_or_set_common_error(self) -> None:
-        """Read the common error from the store, or set it if another rank has exited too early."""
+        """Read the error that all ranks raise from the store, or write it if a rank has exited
+        too early."""
         if self._barrier_store.check(["error"]):
             self.error = self._barrier_store.get("error").decode()
         elif self._barrier_store.check(["a rank has ended"]):
@@ -364,7 +365,8 @@ class RankCalls:
                     self._exchange_states_with_store()
 
     def _exchange_states_with_store(self) -> None:
-        """Write the state of an idle rank to the store, and read the common error of all ranks."""
+        """Write this rank's state to the store if it is idle, and read the error common to all
+        ranks."""
         is_idle = time.monotonic() - self._changed > IDLE_SECONDS
         # Adding 0 reads a counter that no rank may have written yet; `get` would block for it.
         request = self._store.add("requests", 0) if is_idle else 0
@@ -419,7 +421,6 @@ class RankCalls:
         return replace(state, is_retry=is_inside and self._is_retry)
 
 
-def _is_thread_of_autograd() -> bool:
-    """Whether this thread was not started by Python, as those of backward passes on accelerators,
-    for which the thread that has begun the pass waits."""
+def _is_autograd_thread() -> bool:
+    """Whether autograd started this thread, to run a backward pass on an accelerator."""
     return type(threading.current_thread()).__name__ == "_DummyThread"

@@ -87,7 +87,8 @@ class RegatherRun:
     def add(
         self, bound: BoundBucket, shards: tuple[Tensor, ...], tensors: Sequence[Tensor]
     ) -> None:
-        """Register `tensors`, the members of a gathered bucket, so that `pack` recognizes them."""
+        """Register `tensors`, the gathered parameters of a bucket, for which `pack` saves
+        references instead."""
         packed = PackedBucket(bound, shards, tuple(map(version, shards)))
         for member, tensor in enumerate(tensors):
             # While a weak reference exists, the address of the storage is not reused.
@@ -157,10 +158,9 @@ class RegatherRun:
 
 
 class BackwardRegather:
-    """Recorder of the buckets that the forward pass of a program gathers, for the backward pass.
+    """Recorder of the buckets that a forward pass gathers, so that the backward pass can regather.
 
-    Not used in compiled programs and recomputed segments, which gather their parameters again
-    themselves.
+    Not used in compiled programs and recomputed segments, whose recomputation repeats the gathers.
     """
 
     def __init__(self) -> None:

@@ -69,9 +69,9 @@ class StageParameters:
         return StageParameters(dict(module.named_parameters()), stages_of_names, devices, dtype)
 
     def counted_memory(self) -> dict[Hashable, bool]:
-        """Return whether this stage includes each of its parameters and gradients in norms.
+        """Map each parameter and gradient of this stage to whether the stage counts it in norms.
 
-        Only the first of the stages that own a parameter includes it. Keys are storage locations
+        A tied parameter is counted only by the first of its stages. Keys are storage locations
         (`_make_storage_key`).
         """
         result: dict[Hashable, bool] = {}
@@ -106,7 +106,7 @@ def extend_total_norms() -> None:
 
 
 class TotalNorms:
-    """Norms over all stages and meshes, which replace norms of `torch.nn.utils`."""
+    """Replacement of the norms of `torch.nn.utils` that includes all stages and meshes."""
 
     def total(
         self,
@@ -174,10 +174,10 @@ class TotalNorms:
         return list(groups.values())
 
     def trained(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        """Return `parameters`, with those that planning has replaced exchanged for the new ones.
+        """Replace parameters of the original model by the planned parameters with their gradients.
 
-        A list that is older than the plan has parameters without gradients. Those of other stages
-        are left out.
+        A list made before planning has parameters of the original model, which get no gradients.
+        Parameters of other stages are omitted.
         """
         trained: list[Tensor] = []
         for parameter in parameters:

@@ -76,7 +76,7 @@ def _compute_group_checksum(group: Mapping[str, Any]) -> float:
 
 
 def _compute_checksum(option: Any) -> float:
-    """Return a checksum of the finite numbers in an option of an optimizer."""
+    """Return a checksum of an optimizer's option: a weighted sum of its finite numbers."""
     if isinstance(option, int | float):
         # A sum with NaN would differ from itself on every rank.
         return float(option) if math.isfinite(option) else 0.0
@@ -99,7 +99,7 @@ def unpack(columns: Sequence[int]) -> TrainingRecord:
 # Cached, so that the hook is registered once per process.
 @cache
 def training_record() -> TrainingRecord:
-    """Return the record of this process; the first call hooks into the steps of all optimizers."""
+    """Return the record of this process; the first call registers a hook on optimizer steps."""
     record = TrainingRecord()
 
     def before_step(optimizer: Optimizer, *_: object) -> None:
@@ -114,7 +114,8 @@ def training_record() -> TrainingRecord:
 
 
 def _are_planned_parameters(parameters: Sequence[Tensor]) -> bool:
-    """Whether all ranks train these parameters: a model planned for all ranks in one stage."""
+    """Whether the parameters are of a model planned for all ranks of the process group, without
+    pipeline stages."""
     first = next(iter(parameters), None)
     if not isinstance(first, DTensor) or stages_of_plan(first.device_mesh) != 1:
         return False
