@@ -20,7 +20,7 @@ Decision variables:
     r[b]    an option or none     the recomputation of block b in its backward pass
     m       a divisor of B        the number of micro-batches of a batch of B samples
 
-Objective, where the cluster is known (seconds of a step plus weighted parameter memory):
+Objective with a cluster (seconds of a step plus weighted parameter memory):
 
     (1)  T(c) = m (F + W + R) + E + U + w K
 
@@ -34,7 +34,7 @@ Objective, where the cluster is known (seconds of a step plus weighted parameter
 
     implemented in: by_time/objective.py: Objective.cost, ObjectiveCost.total
 
-Objective, without a cluster (numbers of communicated and stored elements, as in MindSpore's
+Objective without a cluster (numbers of communicated and stored elements, as in MindSpore's
 recursive programming):
 
     (2)  sum over o, axis by axis, of  min over f of  cut_cost(o, f) + redistribution(o, f)
@@ -47,7 +47,7 @@ Constraints:
 
     (3)  the sizes of all dimensions with factor f are divisible by the product of d_a over the axes
          that cut f                                       indexed_graph.py: IndexedGraph
-    (4)  c[o, .] of a pinned operator is the user's       request.py: SearchRequest.pinned
+    (4)  c[o, .] of a pinned operator is as the user says request.py: SearchRequest.pinned
     (5)  g is monotone along every data dependency        assign_stages.py: balanced_chunks
     (6)  the peak memory of each stage is at most the limit
                                              planner/fit_memory.py: candidate_within_memory

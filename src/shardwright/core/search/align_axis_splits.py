@@ -1,9 +1,9 @@
-"""Split groups of equal axes between two factors at the same position in all operators.
+"""Split groups of equal mesh axes in the same way in all operators, for fewer mesh axes.
 
 Where a matrix product is cut over eight devices, 2 shards of its rows by 4 of its columns often
-take as long as 4 by 2, and a search may pick either for each product. Each distinct position at
-which parameters split a group of axes adds one axis to the `DeviceMesh` that all DTensors share,
-and the time of DTensor's first step grows exponentially with its axes.
+take as long as 4 by 2, so a search may pick either for each product. All DTensors share one
+`DeviceMesh`. It needs one more axis for each different split of equal axes, and the time of
+DTensor's first step grows exponentially with the number of axes.
 
     w1: rows (a), columns (b, c)   w2: rows (a, b), columns (c)   ->   both rows (a), columns (b, c)
 """
@@ -28,11 +28,11 @@ def align_axis_splits(
     pinned: Container[str],
     equal_axes: Axes,
 ) -> Iterator[CutsOfGraph]:
-    """Yield variants of `cuts` in which all operators split a group of axes between two factors at
-    the same position.
+    """Yield variants of `cuts` in which all operators split a group of equal axes in the same way.
 
-    There is one variant for each position that occurs in `cuts`, and none if all positions are
-    equal. Operators with sizes that are not divisible keep their cuts.
+    A split gives the first axes of the group to one factor and the others to a second factor. There
+    is one variant for each number of first axes that occurs in `cuts`; nothing is yielded if all
+    operators agree. Operators with sizes that are not divisible keep their cuts.
 
     Args:
         pinned: names of operators whose cuts are fixed.
@@ -55,7 +55,7 @@ def align_axis_splits(
         for name, op_cuts in cuts.items():
             # Only operators that split this group have a position.
             if name not in pinned and _find_split_position(op_cuts, equal_axes):
-                moved = _split_axes_at(op_cuts, equal_axes, position)
+                moved = _split_axes_at_position(op_cuts, equal_axes, position)
                 if all(limits[name][f] % mesh.size(axes) == 0 for f, axes in moved.items()):
                     aligned[name] = moved
         yield aligned
@@ -70,15 +70,15 @@ def _group_axes_by_factor(cuts: Cuts, equal_axes: Axes) -> dict[str, Axes]:
 
 
 def _find_split_position(cuts: Cuts, equal_axes: Axes) -> int:
-    """Return how many leading axes of `equal_axes` cut one factor, if all axes after them cut a
-    second factor; else 0."""
+    """Return the number of axes on the first factor if the first axes of `equal_axes` cut one
+    factor and the others a second factor; else 0."""
     splits = list(_group_axes_by_factor(cuts, equal_axes).values())
     return len(splits[0]) if len(splits) == 2 and splits[0] + splits[1] == equal_axes else 0
 
 
-def _split_axes_at(cuts: Cuts, equal_axes: Axes, position: int) -> dict[str, Axes]:
-    """Return an operator's cuts with the first `position` of `equal_axes` on one factor and the
-    others on a second factor; both factors are cut by `equal_axes` already."""
+def _split_axes_at_position(cuts: Cuts, equal_axes: Axes, position: int) -> dict[str, Axes]:
+    """Return `cuts` with the first `position` axes of `equal_axes` on one factor, and the others on
+    the second factor that `equal_axes` cut."""
     # In the order of the axes, so that the first factor keeps the outermost ones.
     first, second = _group_axes_by_factor(cuts, equal_axes)
     split = {first: equal_axes[:position], second: equal_axes[position:]}

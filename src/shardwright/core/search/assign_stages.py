@@ -109,7 +109,7 @@ def operator_work(graph: Graph) -> list[float]:
 
 
 def _num_multiply_adds(op: Op) -> int:
-    """Return the product of the sizes of all factors of a main operator; 0 for other operators.
+    """Return the multiply-adds of a main operator, as the product of its factor sizes; else 0.
 
     For a mixture of experts, each token counts only for the experts to which it is routed.
     """
@@ -210,10 +210,10 @@ def _cheapest_chunk_ends(
 def _cheapest_chunk_starts(
     total: Sequence[float], least_bytes: Sequence[float], chunks: int, limit: float
 ) -> list[int]:
-    """Return for each end of a chunk the valid start with the fewest `least_bytes`.
+    """Return for each chunk end the start with the fewest `least_bytes`, among valid starts.
 
-    Ties go to the first. Valid starts form a window that moves forward with the end; a queue has
-    the starts in the window that may still become the cheapest.
+    A start is valid if the chunk has work, within `limit`, and the later chunks can take all
+    remaining work. Ties go to the first start.
 
     Args:
         total: work before each position.
@@ -389,16 +389,16 @@ def _assign_ops_to_chunks(
     order = [stage for stage, _ in runs]
     if order != required:
         raise StrategyError(
-            f"stage_config: the modules run through stages {_abbreviate_stages(order)} in the order"
-            f" of execution\nassign stages that schedule {schedule.name!r} runs in the order"
-            f" {_abbreviate_stages(required)}"
+            f"stage_config: the modules run through stages {_format_stage_order(order)} in the"
+            f" order of execution\nassign stages that schedule {schedule.name!r} runs in the order"
+            f" {_format_stage_order(required)}"
         )
     return {op.name: chunk for chunk, (_, ops) in enumerate(runs) for op in ops}, (
         len(runs) // stages
     )
 
 
-def _abbreviate_stages(order: Sequence[int]) -> str:
+def _format_stage_order(order: Sequence[int]) -> str:
     return ", ".join(map(str, order[:16])) + (", …" if len(order) > 16 else "")
 
 
@@ -430,7 +430,7 @@ def _repeated_stages_hint() -> str:
     for schedule in SCHEDULES.values():
         if schedule.allows_several_chunks:
             order = [schedule.stage_of(chunk, 2) for chunk in range(4)]
-            schedules.append(f"{_abbreviate_stages(order)} with schedule {schedule.name!r}")
+            schedules.append(f"{_format_stage_order(order)} with schedule {schedule.name!r}")
     return f"stages may repeat in the order {', or '.join(schedules)}"
 
 

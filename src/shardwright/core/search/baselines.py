@@ -20,9 +20,9 @@ from shardwright.errors import StrategyError
 def data_parallel(graph: Graph, mesh: DeviceMatrix) -> CutsOfGraph:
     """Return the cuts of data parallelism: all axes shard the batch.
 
-    The batch dims are those that `sample_dims` finds. If operators stay replicated, for example
-    because dim 0 is the time and has as many steps as the batch in dim 1 has samples, the input
-    dims whose sharding shards the most elements are used instead.
+    The batch dims are those that `sample_dims` returns. If some operators would stay replicated,
+    the input dims whose sharding shards the most elements are used instead. An example is a time
+    dim of as many steps as the batch has samples.
 
     Raises:
         StrategyError: if the model has no tensor input, or its batch size is not a multiple of the
@@ -84,7 +84,10 @@ def _data_parallel_cuts(graph: Graph, mesh: DeviceMatrix) -> tuple[IndexedGraph,
 
 
 def _shards_all_batch_ops(indexed: IndexedGraph, cuts: CutsOfGraph, mesh: DeviceMatrix) -> bool:
-    """Whether every operator with a cost that depends on the batch is sharded over all devices."""
+    """Whether `cuts` shard over all devices every main operator that depends on the batch.
+
+    In a model without main operators, all operators count.
+    """
     on_batch = {value for value, dim in enumerate(indexed.batch_dims) if dim != NO_CUT}
     for op, name in enumerate(indexed.names):
         # Operators come in graph order, so one pass finds all that depend on the batch.
@@ -117,7 +120,7 @@ def _replace_batch_dims(
 
 
 def _num_elements_saved_by_sharding(graph: Graph, mesh: DeviceMatrix, cuts: CutsOfGraph) -> float:
-    """Return the number of activation elements that sharding saves a device, over all operators."""
+    """Return how many fewer activation elements a device computes with `cuts` than unsharded."""
     return sum(
         # A device computes 1/n of an operator that is cut n ways.
         value.numel * (1 - 1 / _num_shards(cuts.get(op.name, {}), mesh))

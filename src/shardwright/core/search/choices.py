@@ -1,8 +1,8 @@
 """Costs of the alternative choices of an operator on one axis, with all other operators fixed.
 
 Symbolic costs are computed as if the operator were decided last among the main operators (those
-with a cost model). Adjacent operators without a cost model then copy a choice: that of another main
-operator if it reaches them, else the choice of this operator.
+with a cost model). Neighbors without a cost model follow the choice of another main operator if
+propagation reaches them from it, else the choice of this operator.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from shardwright.core.search.request import TimedStep
 
 COMMUNICATION, BATCH, MEM_COEFF = "communication", "batch", "mem_coeff"
 SCALED_QUANTITIES = (COMMUNICATION, BATCH, MEM_COEFF)
-"""Quantities whose multipliers may change a choice: the seconds of all communication, the batch
+"""Inputs of the cost whose scaling may change a choice: the seconds of all communication, the batch
 size and `mem_coeff`."""
 
 MAX_SCALE = 64.0

@@ -24,14 +24,16 @@ def sharded_storage(
     sharding: OptimizerParallel,
     pinned: Collection[str] = (),
 ) -> Storage:
-    """Return the storage layout of parameters with ZeRO: each is sharded further, over axes over
+    """Return the storage layouts of parameters with ZeRO: each is sharded over further axes, over
     which all its uses are replicated.
 
-    All added axes shard the same dim, so that a single all-gather restores the parameter: the first
-    dim that `used` does not shard, or else the first dim. With `shard_size=-1` a parameter is
-    sharded over as many devices as divide the dim. With another `shard_size` it is sharded over the
-    innermost axes with that many devices and replicated over the others (HSDP), or sharded over
-    fewer devices if the dim is not divisible by `shard_size`.
+    All added axes shard the same dim, so that a single all-gather restores the parameter. This is
+    the first dim that `used` does not shard; if no such dim is divisible, the first dim.
+    `shard_size` sets over how many devices a parameter is sharded:
+
+    - -1: as many as divide the dim.
+    - Another size: the innermost axes with that many devices, replicated over the others (HSDP);
+      fewer devices if the dim is not divisible by `shard_size`.
 
     Args:
         used: the axes that shard each dim of each parameter where operators read it, by parameter
@@ -61,7 +63,7 @@ def sharded_storage(
         # Layers repeat: few parameters differ in all of these.
         key = value.shape, used[value.name], free_axes
         if key not in cached:
-            cached[key] = _shard_storage_further(
+            cached[key] = _shard_storage_over_free_axes(
                 value, mesh, used[value.name], free_axes, sharding.shard_size
             )
         storage[value.name] = cached[key]
@@ -88,16 +90,17 @@ def _sharding_axes_by_parameter(
     return cut_axes
 
 
-def _shard_storage_further(
+def _shard_storage_over_free_axes(
     value: Value, mesh: DeviceMatrix, used: CutAxes, free_axes: Axes, shard_size: int
 ) -> CutAxes:
-    """Return the axes that shard each dim of a stored parameter: those of its uses, and some of
-    `free_axes` for one dim.
+    """Return the axes that shard each dim of a stored parameter: those in `used`, and for one dim
+    also some of `free_axes`.
 
     Args:
         used: the axes that shard each dim where the parameter is used.
         free_axes: axes over which all uses replicate the parameter.
-        shard_size: largest factor by which more devices share the parameter; -1 for no limit.
+        shard_size: maximum product of the sizes of the added axes, which divides it; -1 for no
+            limit.
     """
     subsets = [axes for n in range(1, len(free_axes) + 1) for axes in combinations(free_axes, n)]
     if 1 <= shard_size <= mesh.size(free_axes):

@@ -1,10 +1,10 @@
 """Permute mesh axes of equal size per operator, so that equal factors use equal axes.
 
-A search decides one axis after another, so equal operators may end up with permuted axes: batch
-over a and b and heads over c in one operator, batch over a and c in the next. Where all links are
-equal, the cost depends only on the number of axes of each size. The batch takes the first axes,
-sequence positions take the axes after these, and parameters and features the last axes, so that
-neighbors share as many axes as possible, and fewer redistributions and mesh axes are needed.
+A search decides one axis after another, so equal operators may get permuted axes: batch over a and
+b and heads over c in one operator, batch over a and c in the next. Where all links are equal, the
+cost depends only on the number of axes of each size. The batch takes the first axes, sequence
+positions the next, and parameters and features the last. Neighbors then share as many axes as
+possible, which saves redistributions and mesh axes.
 
     batch (a, b), heads (c)  and  batch (a, c), heads (b)   ->   batch (a, b), heads (c)  in both
 """
@@ -73,15 +73,14 @@ def _list_prioritized_axes(
 def _order_axes_by_priority(
     equal_axes: Axes, axes_of_ops: Sequence[list[PrioritizedAxis]]
 ) -> tuple[Axes, Axes, Axes]:
-    """Return the orders in which axes are assigned to dimensions of priority 0, 1 and 2: batch,
-    positions, all others.
+    """Return the orders in which axes are assigned to the batch, to positions, and to all others.
 
-    An order begins after the axes that lower priorities need in any operator, continues to the last
-    axis, and ends with the skipped axes in reverse. So positions do not take the axes of another
-    operator's batch as long as there are enough axes.
+    The order for positions begins after as many axes as the batch needs in any operator, so that
+    positions avoid the axes of another operator's batch; the skipped axes come last, in reverse.
+    The third order begins after as many axes as batch and positions need.
 
     Args:
-        axes_of_ops: (priority, axis) pairs of each operator.
+        axes_of_ops: (priority, axis) pairs of each operator; see `PrioritizedAxis`.
     """
     num_batch_axes, num_data_axes = (
         max((sum(priority <= last for priority, _ in each) for each in axes_of_ops), default=0)
@@ -97,7 +96,7 @@ def _order_axes_by_priority(
 def _axis_replacements(
     prioritized_axes: list[PrioritizedAxis], orders: tuple[Axes, Axes, Axes]
 ) -> Iterator[tuple[int, int]]:
-    """Yield (axis, new axis) for each axis that cuts an operator."""
+    """Yield (axis, new axis) for each axis that cuts an operator; new axes are distinct."""
     taken_axes: set[int] = set()
     for priority, axis in prioritized_axes:
         # In the order of priorities: each axis is replaced by the first axis that is not taken yet,

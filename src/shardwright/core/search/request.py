@@ -133,8 +133,6 @@ class SearchMode(ABC):
         """
 
     def candidate_cuts(self, request: SearchRequest) -> Sequence[Mapping[str, Cuts]]:
-        """Return the result of `search`, and further cuts whose objective is nearly as low.
-
-        The predictor of full plans picks one.
-        """
+        """Return the cuts of `search`, and other cuts with nearly as low an objective, if the mode
+        has any; the predictor of full plans picks one."""
         return [self.search(request)]

@@ -2,8 +2,8 @@
 
 The symbolic search decides main operators by cost; each other operator follows one neighbor. A norm
 between a replicated residual stream and a product cut along the batch is then replicated like the
-stream. But the stream can just as well be sliced before the norm, so that each device computes only
-its shard, as in Megatron's sequence parallelism.
+stream. If the stream is sliced before the norm instead, each device computes only its shard, as in
+Megatron's sequence parallelism.
 """
 
 from __future__ import annotations
@@ -267,8 +267,8 @@ class _UncostedOps(DecidedLayouts):
         }
 
     def _extend_cuts_to_neighbor_layouts(self, op: Op, axes: Axes) -> Iterator[Cuts]:
-        """Yield, for each layout that a shared tensor has at a neighbor, the cuts of `op` extended
-        over unused `axes` to match it."""
+        """Yield the cuts of `op` extended over unused `axes` to match the layout of a shared tensor
+        at a neighbor, for each shared tensor."""
         cuts, rule = self.cuts[op.name], self.rules[op.name]
         own_factors, neighbors = self.factors_by_axis[op.name], self.neighbor_names[op.name]
         free_axes = [

@@ -1,13 +1,13 @@
-"""Layouts as numbers of mesh axes per dim, and lower bounds on the seconds of redistributions.
+"""Lower bounds on the seconds of redistributions between layouts given as numbers of mesh axes.
 
 Axes of equal size on one link level form a group. A lower bound depends only on how many axes of
-each group shard each dim, not on which axes, so that layouts are given as counts, which are far
-fewer. The bound follows from the bytes that a device must receive:
+each group shard each dim, not on which. There are far fewer such counts than layouts. The bound
+follows from the bytes that a device must receive:
 
 - From a layout without partial sums: the bytes of the target shard, minus its largest possible
   overlap with the source shard on the device.
-- From partial sums on p devices: p - 1 messages for each element until it is summed, and one more
-  message for each further copy.
+- From partial sums on p devices: p - 1 messages to sum each element, and one message for each
+  further device that reads the sum.
 
 The same bound holds for all devices of a node together, whose messages cross the slower links.
 """
@@ -27,8 +27,8 @@ from shardwright.core.layout.axes import Axes
 # Single precision halves the memory of tables, which have millions of entries.
 LayoutTable = npt.NDArray[np.float32]
 ROUNDING = 1e-6
-"""Fractions of a tensor up to this limit are rounding errors of single precision, and count as
-zero."""
+"""Smallest difference between fractions of a tensor that is not a rounding error of single
+precision."""
 
 Counts = npt.NDArray[np.int64]
 """Integer array of shape (..., factor or dim, axis group): the number of mesh axes of each
@@ -193,11 +193,11 @@ class CountedRedistributionBound:
     def _min_received_fractions(
         self, source: Counts, target: Counts, crossed: npt.NDArray[np.bool_]
     ) -> LayoutTable:
-        """Return a lower bound on the fraction of the full value that a device receives over the
-        links of some axis groups.
+        """Return a lower bound on the fraction of the full value that a device receives over some
+        links.
 
         Args:
-            crossed: for each axis group whether bytes over its links count.
+            crossed: for each axis group whether its links are among these links.
         """
         log_crossing = np.where(crossed, self._log_size, 0.0)
         devices_inside = 2.0 ** (self._num_axes * (self._log_size - log_crossing)).sum()
@@ -238,7 +238,8 @@ def num_shards_of(axis_groups: Sequence[AxisGroup], counts: Counts) -> Counts:
 
 
 def pick_axes(axis_groups: Sequence[AxisGroup], counts: Counts, skip: Counts | None = None) -> Axes:
-    """Return `counts[g]` mesh axes of each axis group `g`, after its first `skip[g]` axes."""
+    """Return the first `counts[g]` mesh axes of each axis group `g`, not counting `skip[g]` axes at
+    its start."""
     first_axes = np.zeros_like(counts) if skip is None else skip
     return tuple(
         axis

@@ -1,10 +1,10 @@
 """Decide all operators on one axis of the device matrix exactly, by variable elimination.
 
 The choices of a variable are the factors that the axis may cut, then no cut. A table for each
-variable contains the cost of each choice (computation, parameters), and tables for pairs of
-variables contain the cost of redistributing a value from the layout of its producer to those of its
-consumers. Consumers that read one layout share its redistribution. So a value with several
-consumers gets one more variable, the *set* of layouts in which the value is read:
+variable contains the cost of each choice (computation, parameters). A table for a pair of variables
+contains the cost of redistributing a value from its producer's layout to a consumer's. Consumers
+that read one layout share its redistribution. So a value with several consumers gets one more
+variable, the *set* of layouts in which the value is read:
 
     producer -- cost of redistributing to all layouts of the set -- set -- 0 or infinity -- consumer
 """
@@ -43,8 +43,8 @@ from shardwright.core.search.by_time.read_layouts import (
 from shardwright.core.search.indexed_graph import NO_CUT
 
 FIXED_PER_RETRY = 4
-"""Number of operators to fix to their current choice before each retry of an elimination that needs
-a table above the size limit."""
+"""Number of operators whose choice is fixed before an elimination that needed a table above the
+size limit is retried."""
 
 Choices = list[list[int]]
 """Index of the factor that each axis cuts in each operator, or `NO_CUT`:
@@ -225,8 +225,8 @@ class AxisTables:
     def _parameter_cost(
         self, variable: OpVariable, input_index: int, choice: int, shard_counts: list[int]
     ) -> float:
-        """Return the cost in seconds, weighted by `self.weights`, of updating, gathering and
-        storing a parameter with one consumer, which determines its storage.
+        """Return the seconds, weighted by `self.weights`, of updating, gathering and storing a
+        parameter that a single operator reads.
 
         If the axis does not shard the parameter, either its gradient is partial over the axis and
         all-reduced, or (under ZeRO) the parameter is stored sharded over the axis and gathered.
@@ -254,11 +254,13 @@ class AxisTables:
     # Costs of redistributions between operators.
 
     def _add_edge_tables(self, edge: TensorEdge, sizes: list[int], factors: list[Factor]) -> None:
-        """Append the cost tables of redistributing one value to `factors`, and the numbers of
-        choices of new variables to `sizes`.
+        """Add the cost tables of the redistributions of an edge's value to `factors`.
 
         Only consumers that shard the value equally over all other axes share redistributions, so
         each group of equally sharded consumers has its own tables.
+
+        Args:
+            sizes: number of choices of each variable; new variables are appended.
         """
         produced = self._produced_layouts(edge, sizes, factors)
         groups: dict[tuple[int, ...], list[tuple[int, int]]] = {}
@@ -329,10 +331,10 @@ class AxisTables:
     def _add_storage_variable(
         self, edge: TensorEdge, sizes: list[int], factors: list[Factor]
     ) -> _ProducedLayouts:
-        """Add a variable for the storage of a parameter that several operators read.
+        """Add a variable for the storage layout of a parameter that several operators read.
 
-        The choices of the variable are the layouts in which consumers may read the parameter, then
-        replicated.
+        The choices of the variable are the dims along which consumers may read the parameter
+        sharded, and last no sharding.
         """
         dims = sorted(
             {
@@ -428,14 +430,13 @@ class AxisTables:
         sizes: list[int],
         factors: list[Factor],
     ) -> None:
-        """Append to `factors` the cost tables of one value whose consumers may share
-        redistributions.
+        """Add the cost tables of a value whose consumers may share redistributions to `factors`.
 
         Args:
             costs: seconds, weighted by `self.weights`, from the layout of each choice of the
                 producer (row) to each layout (column), as in `redistribution_table`.
             producer: the variable that decides the row; None if there is one row.
-            reads: the layouts that each consumer reads at each of its choices, by variable.
+            reads: for each consumer (a variable) the layouts that it reads at each of its choices.
             returned: the layouts in which the model returns the value; empty if it is not returned.
         """
         columns = costs.shape[1]

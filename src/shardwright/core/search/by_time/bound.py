@@ -112,12 +112,12 @@ class _MessagePassing:
     def _add_received_messages(
         self, variable: int, backward: bool
     ) -> tuple[Array, list[tuple[int, int, float]]]:
-        """Return the costs of a variable, with all messages to it added, and how to divide them.
+        """Return the costs of a variable plus all messages to it, and the fractions to send onward.
 
         Returns:
-            The costs for each choice, and a (table index, end at this variable, fraction of the
-            costs to send) for each table to a later variable. The fraction is in proportion to the
-            number of blocks that the edge represents.
+            The cost of each choice; and (table index, end at this variable, fraction) for each
+                table to a later variable. Fractions are in proportion to the number of blocks that
+                an edge represents.
         """
         costs, later_tables, num_blocks = self.tables.op_costs[variable].copy(), [], [0.0, 0.0]
         for table_index, end in self._tables_around[variable]:
@@ -133,10 +133,10 @@ class _MessagePassing:
         return costs, [(index, end, count / max_blocks) for index, end, count in later_tables]
 
     def sent_costs(self) -> list[CostsByEnd]:
-        """Return the costs that each table passes to its two ends after a forward sweep.
+        """Return the costs that each table passes to its two ends after a last forward sweep.
 
-        Once these costs are subtracted, the least entry of each edge table is 0, so that only the
-        costs of variables contribute to the bound.
+        If these costs are subtracted from an edge table, its least entry is 0, so the bound is the
+        sum of the least costs of the variables.
         """
         sent_costs = [
             [
@@ -155,12 +155,11 @@ class _MessagePassing:
 def _compute_unfolded_bound(
     tables: CountTables, unfolded: SearchProblem, sent_costs: list[CostsByEnd]
 ) -> float:
-    """Return the bound in seconds of the problem with one variable per operator, from costs that
-    were optimized for the problem in which repeated blocks share variables.
+    """Return the bound in seconds of the problem with one variable per operator.
 
-    Any division of the edge costs between operators gives a valid bound. Each block uses the
-    division of the block that represents it. The bound is tight, since all blocks but the first and
-    the last are equal.
+    The costs of its edges are divided between operators as in the problem in which repeated blocks
+    share variables, where the division was optimized. Any division gives a valid bound. This bound
+    is tight, since all blocks but the first and the last are equal.
 
     Args:
         tables: tables of the problem with shared variables.
@@ -210,11 +209,11 @@ def _compute_unfolded_bound(
 def _make_edge_key(
     edge: TensorEdge, consumers: tuple[tuple[int, int], ...], producer: tuple[int, int] | None
 ) -> Hashable:
-    """Return a hashable key of an edge, equal for edges of equal values between equal variables.
+    """Return a hashable key of an edge, by which an edge of one problem is looked up in another.
 
     Args:
-        consumers, producer: consumers and producer of `edge`, as (variable, input or output index)
-            in the problem with shared variables.
+        consumers, producer: (variable, tensor index) of each end, numbered as in the problem in
+            which repeated blocks share variables.
     """
     # Values without a producer are distinguished by name: two parameters of one shape are not the
     # same value.

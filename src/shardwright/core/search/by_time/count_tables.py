@@ -103,9 +103,8 @@ class CountTables:
     Args:
         model: time model on a device matrix whose axes have prime sizes.
         weights: weights of the linear objective.
-        plan: the cuts of a plan, by operator name. Consumers of one value share redistributions,
-            which cost at least any weighted mean of the consumers' costs; the mean is over the
-            consumers with the largest cost in this plan.
+        plan: the cuts of a plan, by operator name. They only decide how the cost of a shared
+            redistribution is divided between its consumers (`_consumer_weights`).
         on_share: called with the fraction of variables and edges whose tables are built.
 
     Attributes:
@@ -168,8 +167,8 @@ class CountTables:
         )
 
     def _num_axes_by_group(self, axes_of_dims: Sequence[Sequence[int]]) -> Counts:
-        """Return the number of axes of each axis group that shard each dim (or cut each factor), of
-        shape (1, dims, axis groups)."""
+        """Return how many axes of each axis group are in each element of `axes_of_dims`, as an
+        array of shape (1, dims, axis groups)."""
         counts = [
             [len(set(group.axes) & set(axes)) for group in self.axis_groups]
             for axes in axes_of_dims
@@ -225,8 +224,8 @@ class CountTables:
         return costs
 
     def _parameter_costs(self, variable: OpVariable, input_index: int, cut_counts: Counts) -> Array:
-        """Return, for each row of `cut_counts`, the cost of a parameter with a single consumer,
-        which determines its storage."""
+        """Return for each row of `cut_counts` the weighted seconds of storing, updating, reducing
+        and gathering a parameter that a single operator reads."""
         value, weights = variable.op.inputs[input_index], self.weights
         layouts = self._tensor_layouts(variable, False, input_index, cut_counts)
         shard_counts, partial_counts = layouts[:, :-1].sum(1), layouts[:, -1]
@@ -305,8 +304,8 @@ class CountTables:
         )
 
     def _consumer_layouts(self, edge: TensorEdge, cut_counts: Sequence[Counts]) -> Iterator[Counts]:
-        """Yield, for each consumer of a value, the layout that it reads at each of its possible
-        cuts; then the replicated layout if the model returns the value."""
+        """Yield for each consumer the layout that it reads at each of its possible cuts; last the
+        replicated layout, if the model returns the value."""
         for index, input_index in edge.consumers:
             yield self._tensor_layouts(
                 self.problem.variables[index], False, input_index, cut_counts[index]
@@ -417,8 +416,10 @@ def _distinct_rows(rows: Counts) -> tuple[Counts, npt.NDArray[np.intp]]:
 
 
 def _consumer_weights(costs: Sequence[float]) -> list[float]:
-    """Return a weight for each consumer of a value: 1/n for the n consumers with the largest cost,
-    0 for all others.
+    """Return the weight of each consumer's cost in the lower bound of a shared redistribution.
+
+    The weight is 1/n for the n consumers with the largest cost, 0 for all others. As shared
+    redistributions cost at least any weighted mean of the consumers' costs, the bound is valid.
 
     Args:
         costs: seconds of the redistribution to each consumer.

@@ -1,10 +1,10 @@
 """Joint search over all operators and axes, with a lower bound on the objective.
 
-The search is a variable elimination as on one axis, but each choice is a combination of cuts on all
-axes. Tables of two operators cannot express that consumers of a value share redistributions. So
-each of n consumers is charged 1/n of its redistribution; the sum of these is at most the cost of
-the shared redistributions. The least sum of all tables is hence a *lower bound* on the objective of
-all plans, and cuts whose objective equals it are optimal.
+Variables are eliminated as in `axis_tables`, but each choice is a combination of cuts on all axes.
+A table of two operators cannot express that several consumers share a redistribution. So each of n
+consumers is charged 1/n of its redistribution; the sum of these is at most the cost of the shared
+redistributions. The least sum of all tables is hence a *lower bound* on the objective of all plans,
+and cuts whose objective equals it are optimal.
 
 The joint search is feasible for small models and few devices. Where tables would be too large, the
 heuristic search provides the result, with the bound of `certificate`.
@@ -209,8 +209,8 @@ class _JointTables:
         return variable.count * weights.weighted_seconds(self.objective.operator(variable, cuts))
 
     def _edge_tables(self, edge: TensorEdge, weights: Weights) -> list[Factor]:
-        """Return, for each consumer of the value, a table of redistribution costs over the cuts of
-        the producer and of the consumer."""
+        """Return for each consumer of the edge's value a table of redistribution costs, over the
+        cuts of the producer (rows) and of the consumer (columns)."""
         # Its storage depends on all consumers; without its cost the sum stays a lower bound.
         if edge.is_shared_parameter:
             return []

@@ -23,8 +23,8 @@ from shardwright.core.search.nearby_cuts import (
 from shardwright.progress import OnShare, ignore_share
 
 MAX_NEW_EDGE_COSTS = 250
-"""Maximum number of (edge, layouts) combinations whose cost one local search computes. Nearly all
-of the time is spent on searching for the redistribution steps of these combinations."""
+"""Maximum number of redistributions whose cost one local search computes; nearly all of its time is
+spent on searching for their steps."""
 
 MIN_COMMUNICATION_SHARE = 1e-4
 """Operators are skipped if redistributing their inputs and outputs takes at most this fraction of
@@ -146,7 +146,7 @@ class _OperatorWithEdges:
         yielded = [current_factors]
         for factors in chain(
             nearby.matching_neighbors(),
-            nearby.with_one_axis_changed(current_factors, self._axes_of_distinct_groups(cuts)),
+            nearby.with_one_axis_changed(current_factors, self._last_axis_of_each_group(cuts)),
         ):
             if factors not in yielded:
                 yielded.append(factors)
@@ -154,11 +154,11 @@ class _OperatorWithEdges:
                 # by the items of cuts in order.
                 yield axes_of_factors(factor_of_axis(nearby.divisible(factors)))
 
-    def _axes_of_distinct_groups(self, cuts: list[Cuts]) -> list[int]:
+    def _last_axis_of_each_group(self, cuts: list[Cuts]) -> list[int]:
         """Return the last axis of each group of interchangeable mesh axes.
 
-        Axes are interchangeable if they have equal links and cut the same factor of the operator
-        and of each of its neighbors.
+        Axes are interchangeable if they have equal links and, in the operator and in each neighbor,
+        cut the same factor.
         """
         model = self.objective.model
         variables = {end.variable for edge in self.edges for end in edge.ends()}

@@ -23,10 +23,9 @@ def log_costs(
     cuts: Sequence[Cuts],
     weights: Weights,
 ) -> None:
-    """Log the linear objective in seconds for each choice of each operator with a symbolic cost
-    model, with all other choices fixed.
+    """Log for each main operator the weighted seconds of each choice, with all other choices fixed.
 
-    Repeated blocks are logged once.
+    Main operators are those with a symbolic cost model. Repeated blocks are logged once.
 
     Args:
         axes: the axes to log.

@@ -294,9 +294,11 @@ def _tensor_edges(
 
 
 MIN_BLOCKS = 4
-"""Minimum number of equal consecutive blocks whose operators share variables. The first and the
-last block always have separate variables, since their neighbors differ from those of the blocks
-between, so that sharing among three blocks would save nothing."""
+"""Minimum number of equal consecutive blocks whose operators share variables.
+
+The first and the last block always have their own variables, since their neighbors differ from
+those of inner blocks; with three blocks nothing would be shared.
+"""
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,10 @@ REPLICATED: AxisLayout = -1
 """DTensor's `Replicate`: each device has the same elements of the value."""
 
 MAX_LAYOUTS = 3
-"""Maximum number of layouts in which a value is read on one axis, unless a single consumer reads
-more. The limit keeps the number of sets of n layouts below n³ instead of 2ⁿ."""
+"""Maximum number of layouts in one set of layouts, unless a single consumer reads more.
+
+The limit keeps the number of sets of n layouts below n³ instead of 2ⁿ.
+"""
 
 ReadLayouts = tuple[frozenset[AxisLayout], ...]
 """For each choice of the factor that a consumer cuts over one mesh axis, the set of layouts in
@@ -129,6 +131,6 @@ def layout_sets(
 
 @cache
 def union_of_reads(first: ReadLayouts, second: ReadLayouts) -> ReadLayouts:
-    """Return, for each choice, the layouts in which an operator reads a value that is two of its
-    inputs: the union of the layouts of both."""
+    """Return, for each choice of an operator, the layouts in which it reads a value that is passed
+    as two of its inputs."""
     return tuple(a | b for a, b in zip(first, second, strict=True))

@@ -44,9 +44,8 @@ communication exposed. Larger values found no better plans for language models o
 devices."""
 
 MAX_COST_RATIO = 1.1
-"""Maximum objective, relative to the lowest objective, of the second cuts that a search returns:
-the best found without copying choices between axes. The predicted step times of full plans may rank
-cuts within this ratio differently."""
+"""Limit of the ratio between the objectives of the second and the best cuts that a search returns.
+Predicted step times of full plans may rank cuts within this ratio differently."""
 
 MIN_GAIN = 1e-9
 """Minimum relative decrease of the objective for a change to be applied; above rounding errors."""
@@ -56,8 +55,8 @@ def candidates_by_time(request: SearchRequest) -> list[CutsOfGraph]:
     """Decide the cuts of all operators by the time of a training step.
 
     Returns:
-        The cheapest cuts and, if different and nearly as cheap, the cheapest found without copying
-        choices between axes; the predictor of full plans picks one.
+        The cheapest cuts and, if different and nearly as cheap, the cheapest before the search
+            copied all choices of one axis to another; the predictor of full plans picks one.
 
     Raises:
         StrategyError: if the request has no cluster, so that its costs are not in seconds.
@@ -139,7 +138,7 @@ class TimedSearch:
 
     def run(self, on_share: OnShare = ignore_share) -> list[list[Cuts]]:
         """Return the best cuts of each variable and, if different and nearly as cheap, the best
-        without copying choices between axes.
+        before copying choices between axes (`_copy_choices_between_axes`).
 
         The cuts with the lowest objective come first.
 
@@ -208,8 +207,8 @@ class TimedSearch:
             local_search(self.objective, cuts, self.total, MAX_ROUNDS, MIN_GAIN, local_search_part)
 
     def _axis_orders(self) -> list[list[int]]:
-        """Return the orders in which axes are decided: from the slowest links to the fastest, and
-        among equal links outermost first or innermost first.
+        """Return one or two orders in which axes are decided: from the slowest to the fastest
+        links, with axes of equal links outermost first, then innermost first.
 
         Where two axes cut one dim, the outer axis is more significant, which decides the layouts
         that a neighbor can read without redistribution. So neither order is always better.

@@ -1,13 +1,13 @@
 """Swap two mesh axes for the best subset of operators.
 
 Attention and the operators that compute its queries, keys and values may be cut along the sequence
-over one axis and along heads over another, or vice versa. Neither deciding one axis again nor
-changing one operator leads from the first to the second, since half of the change costs more than
-it saves. So each operator gets two choices, to keep its cuts or to swap two axes in them, and
-variable elimination finds the best combination.
+over one axis and along heads over another, or vice versa. Deciding one axis again, or changing one
+operator, does not lead from the first to the second, since half of the change costs more than it
+saves. So each operator gets two choices: its cuts, or its cuts with the two axes swapped. Variable
+elimination finds the best combination.
 
 The tables of the elimination start with lower bounds on the seconds of redistributions. The exact
-costs of the best combination are computed and replace its bounds, until no combination has a lower
+costs of the best combination then replace its bounds. This repeats until no combination has a lower
 bound below the current total.
 """
 
@@ -35,8 +35,10 @@ MIN_COMMUNICATION_SHARE = 0.01
 
 MAX_OPS_PER_TABLE = 4
 """Maximum number of operators at one value (its producer and consumers) whose cuts a swap changes.
-A value with n of them has a table of 2ⁿ lower bounds; a value with more has none, and costs 0 until
-the exact cost of a combination is computed."""
+
+A value with n of them has a table of 2ⁿ lower bounds. A value with more has no table, and costs 0
+until the exact cost of a combination is computed.
+"""
 
 MAX_EVALUATED_COMBINATIONS = 6
 """Maximum number of combinations of current and swapped cuts to evaluate exactly for one pair of
@@ -143,7 +145,7 @@ class _AxisSwap:
         self.changed_variables = [
             index for index, (current, swapped) in enumerate(pairs) if current != swapped
         ]
-        # The combination at hand, which `_select_combination` changes in place.
+        # The combination at hand, which `_set_combination` changes in place.
         self._cuts = list(cuts)
         changed = {*self.changed_variables}
         self._ops_of_edge = {
@@ -195,7 +197,7 @@ class _AxisSwap:
             if minimum.cost >= cost_without_swap - MIN_GAIN * bound:
                 return None
             num_cached_edges = self.objective.num_cached_edges
-            self._select_combination(self.changed_variables, minimum.choices)
+            self._set_combination(self.changed_variables, minimum.choices)
             cost = self._compute_combination_cost(total, bound)
             if cost is not None:
                 return list(self._cuts), cost
@@ -209,7 +211,7 @@ class _AxisSwap:
                 )
         return None
 
-    def _select_combination(self, variables: Sequence[int], choices: Sequence[int]) -> None:
+    def _set_combination(self, variables: Sequence[int], choices: Sequence[int]) -> None:
         for variable, choice in zip(variables, choices, strict=True):
             self._cuts[variable] = self.cuts_of_choice[choice][variable]
 
@@ -232,14 +234,14 @@ class _AxisSwap:
         return variable.count * np.array([self.weights.weighted_seconds(cost) for cost in costs])
 
     def _edge_table(self, edge: TensorEdge, ops: Sequence[int]) -> Table:
-        """Return lower bounds on the seconds of an edge, weighted by `self.weights`, for each
-        combination of the choices of `ops`."""
+        """Return lower bounds on an edge's seconds, weighted by `self.weights`, with one dim per
+        variable in `ops`: index 0 for its current cuts, 1 for its swapped cuts."""
         table = np.zeros((2,) * len(ops))
         for choices in product((0, 1), repeat=len(ops)):
-            self._select_combination(ops, choices)
+            self._set_combination(ops, choices)
             table[choices] = self._lower_bound_of_edge(edge)
         # The next table starts from the present cuts too.
-        self._select_combination(ops, (0,) * len(ops))
+        self._set_combination(ops, (0,) * len(ops))
         return table
 
     def _lower_bound_of_edge(self, edge: TensorEdge) -> float:

@@ -2,11 +2,13 @@
 
 *Redistribution* converts a tensor between the layouts of two operators. It excludes the
 communication that follows from the cuts of one operator: reducing its partial sums, and the
-gradients of inputs that it reads replicated. Otherwise an operator after a product cut along the
-contracted dim would be cut in any way that avoids the all-reduce, and no weight would be replicated
-because of the cost of its gradient. Ties go to the fewest bytes that reduce the operator's own
-partial sums, as in MindSpore, which sorts strategies without redistribution by their own forward
-communication (`Edge::GetNextOpStrategyByPrevOpStrategyWithMiniComm`).
+gradients of inputs that it reads replicated. Including it would penalize every cut of an operator
+after a product cut along the contracted dim that does not avoid the all-reduce, and every
+replicated weight for the all-reduce of its gradient.
+
+Ties go to the fewest bytes that reduce the operator's own partial sums. MindSpore also sorts
+strategies without redistribution by their own forward communication
+(`Edge::GetNextOpStrategyByPrevOpStrategyWithMiniComm`).
 """
 
 from __future__ import annotations
@@ -179,11 +181,11 @@ class LocalProblem:
                 yield context, (layout, target, context.consumer_layouts[:index])
 
     def enumerate_cuts(self) -> Iterator[dict[str, Axes]]:
-        """Yield at most `MAX_CUTS` combinations of factors as cuts to compare, including no cut.
+        """Yield at most `MAX_CUTS` different cuts of the operator to compare, including no cut.
 
         Cuts that match neighbors come first. Axes that all neighbors use equally cut the same
-        factor. If there are more than `MAX_CUTS` combinations of all factors, only factors that a
-        neighbor cuts are combined.
+        factor. Factors that no neighbor cuts are tried only if all combinations of factors are at
+        most `MAX_CUTS`.
         """
         layouts = dict.fromkeys(tensor.layout for tensor in self.nearby.shared)
         # Axes that all neighbors use equally are interchangeable; one choice for the group keeps
@@ -231,8 +233,8 @@ class LocalProblem:
         return (*dict.fromkeys(factors[axes[0]] for factors in matching), None)
 
     def _axis_orders(self) -> list[Mapping[str, Axes]]:
-        """Return orders in which axes may cut a factor, each a dict from factor to axes: {} for
-        outermost first, then the order in each neighbor's layout."""
+        """Return orders in which the axes of a factor are assigned, each a dict from factor to
+        axes: {} for outermost first, then the order of each neighbor's layout."""
         orders: list[Mapping[str, Axes]] = [{}]
         for tensor in self.nearby.shared:
             order = {

@@ -85,10 +85,10 @@ class _CutsPropagation(DecidedLayouts):
         self._cached_cuts: dict[tuple[object, ...], dict[str, Axes]] = {}
 
     def propagate(self) -> None:
-        """Decide operators breadth first, starting at the operators decided so far.
+        """Decide operators breadth first, starting at the neighbors of the decided operators.
 
-        Operators connected by values with gradients come first; otherwise cuts would pass from the
-        first layer to the last through a mask or a table of positions that all layers share.
+        Operators connected by values with gradients come first. Otherwise a mask or a table of
+        positions that all layers share would pass the cuts of the first layer to the last.
         """
         gradient_queue: deque[Op] = deque()
         other_queue: deque[Op] = deque()
@@ -159,7 +159,8 @@ class _CutsPropagation(DecidedLayouts):
         extra_key: tuple[object, ...],
         decide: Callable[[], dict[str, Axes]],
     ) -> dict[str, Axes]:
-        """Return the result of `decide()`, cached by rule, neighbor layouts and `extra_key`."""
+        """Return `decide()`, or its earlier result for an equal rule, equal layouts of decided
+        neighbors and an equal `extra_key`."""
         # Equal operators share one rule object, so that its id identifies shapes and arguments.
         key = (id(problem.rule), problem.inputs, problem.outputs, *extra_key)
         if key not in self._cached_cuts:

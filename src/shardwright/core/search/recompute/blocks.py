@@ -128,12 +128,12 @@ class RecomputeBlocks:
 
     @cached_property
     def depths(self) -> tuple[tuple[int, ...], ...]:
-        """Groups of depths of the module tree at which modules may be blocks.
+        """Groups of depths of the module tree at which modules may be blocks, to try in this order.
 
-        Peaks are estimated with all blocks recomputed, as if the peak occurred inside a block. The
+        Each peak is estimated with all blocks recomputed, as if it occurred inside a block. The
         first group has the depth with the lowest peak, then the depths within `PEAK_TOLERANCE` of
-        that peak. Each further group has one outer depth that saves fewer bytes than the groups
-        before: the peak may be outside of blocks, as in a loss over a large vocabulary.
+        it. Further groups have one outer depth each, which saves fewer bytes than the groups
+        before. They help if the peak is outside of blocks, as in a loss over a large vocabulary.
         """
         num_depths = max((len(op.calls) for op in self._free_ops), default=0)
         saved = {
@@ -310,8 +310,8 @@ class RecomputeBlocks:
         """Return the communication of the model with additional recomputation, without buckets of
         parameters.
 
-        A result is valid until this method runs again: results share transfers, and each run
-        changes the segments of the transfers.
+        The next call invalidates the result: results share transfers, and each call changes the
+        segments of the transfers.
 
         Args:
             recompute_by_op: additional recomputation, by operator name.
@@ -457,10 +457,11 @@ class ActivationEstimate:
     ) -> float:
         """Return the fraction on one device of a tensor that `op` saves besides inputs and outputs.
 
-        A tensor is sharded like the output or an input of equal shape, such as the softmax that a
-        loss saves. Without a tensor of equal shape, it is sharded like an output that is at least
-        as large, or else like the largest input. A tensor larger than the largest input, as
-        `experts` saves per token and expert, is sharded like the computation.
+        The tensor, such as the softmax that a loss saves, is taken to be sharded like the output or
+        else an input of equal shape. Without a tensor of equal shape, it is taken to be sharded
+        like the output if that is at least as large, or else like the largest input. If the tensor
+        is larger than that input, as the tensors that `experts` saves per token and expert, it is
+        sharded over all axes that cut `op`.
 
         Args:
             shape: full shape of the tensor.

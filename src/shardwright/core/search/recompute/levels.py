@@ -29,12 +29,12 @@ NUM_LEVELS = 16
 free."""
 
 MIN_PEAK_RATIO = 0.93
-"""Minimum expected ratio of the peak memory in a dry run to its estimate, for stages whose memory
-is mostly activations."""
+"""Minimum expected ratio of measured peak memory (dry run) to estimated, for stages whose memory is
+mostly activations."""
 
 MIN_ACTIVATION_RATIO = 0.75
-"""Minimum expected ratio of the bytes of activations in a dry run to their estimate, for stages
-whose memory is mostly parameters, gradients and optimizer state."""
+"""Minimum expected ratio of measured activation bytes (dry run) to estimated, for stages whose
+memory is mostly parameters, gradients and optimizer state."""
 
 
 FULL_BLOCK_OPTIONS = ("block", "block_and_communication")
@@ -116,8 +116,8 @@ class StageLevels:
         return other_bytes + self.activation_bytes[1] + self._largest_block_bytes
 
     def min_memory(self, other_bytes: int, gradients_present: bool) -> int:
-        """Return a low estimate of the peak memory of the stage at its highest recomputation level,
-        in bytes per device.
+        """Return a lower estimate of the stage's peak memory at its highest recomputation level, in
+        bytes per device.
 
         Args:
             other_bytes: bytes per device without activations.
@@ -197,7 +197,7 @@ class StageLevels:
 def _bytes_at_start_of_backward(block: RecomputeBlock) -> int:
     """Return the bytes of recomputed activations when the backward pass of a block begins.
 
-    The block takes the option that frees the most memory.
+    Assumes the option of the block that frees the most memory.
     """
     option, (item, _) = max(block.options.items(), key=lambda option: option[1][0].freed)
     # All activations of a block that is recomputed as a whole exist before its backward pass; the
@@ -311,8 +311,8 @@ class RecomputeLevels:
 
 
 def micro_batches_in_flight(pipeline: PipelineSpec) -> tuple[int, ...]:
-    """Return for each stage the maximum number of micro-batches whose activations exist at the same
-    time, as a mean over the chunks of the stage."""
+    """Return for each stage the maximum number of micro-batches in flight, as a mean over the
+    chunks of the stage."""
     # Assignments of operators to chunks are neither hashable nor needed.
     return _max_micro_batches_in_flight(
         pipeline.stages, pipeline.micro_batches, pipeline.schedule, pipeline.chunks

@@ -15,12 +15,12 @@ from shardwright.core.partition.decisions import Decisions
 from shardwright.core.search.recompute.levels import StageLevels, with_recompute
 
 MAX_PEAK_RATIO = 1.4
-"""Maximum expected ratio of the peak memory in a dry run to its estimate, reached by plans that
+"""Maximum expected ratio of the peak memory in a dry run to its estimate. Plans reach it that
 reduce the gradients of full parameters at the end of a step."""
 
 RATIO_SPREAD = 1.05
-"""Maximum expected factor by which the ratio of peak memory in a dry run to its estimate differs
-between plans with equal stages, schedule and ZeRO level."""
+"""Maximum expected factor between the ratios of measured to estimated peak memory of two plans with
+equal stages, schedule and ZeRO level."""
 
 
 def max_peak_ratio(measured_ratio: float | None) -> float:
@@ -61,13 +61,12 @@ class RecomputeSearch:
         measure: function that measures the memory of decisions by a dry run.
         limit: memory limit in bytes per device.
         other_bytes: bytes per device of each stage without activations.
-        max_ratio: largest expected ratio of measured to estimated peak memory. If the estimate at
-            the last levels times this ratio is within the limit, the dry run at these levels is
-            skipped; None to always run it.
+        max_ratio: maximum expected ratio of measured to estimated peak memory, with which
+            `estimate_fits` is computed; None to always run the dry run at the last levels.
 
     Attributes:
         estimate_fits: whether the estimated peak at the last levels, times `max_ratio`, is within
-            the limit.
+            the limit, so that the dry run at these levels is skipped.
     """
 
     def __init__(
@@ -147,10 +146,10 @@ class RecomputeSearch:
     @property
     def peak_outside_passes(self) -> int:
         """Largest measured peak outside of forward and backward passes at the highest recomputation
-        levels, in bytes.
+        levels, in bytes; 0 if all peaks are inside of passes.
 
-        0 if the peaks of all measured stages are inside of passes. A peak outside, for example in
-        the optimizer's step, is a lower bound on the peak with blocks at any depth.
+        A peak outside, for example in the optimizer's step, is a lower bound on the peak with
+        blocks at any depth.
         """
         stages = self.fully_recomputed.memory.stages if self.is_measured else (self.largest_stage,)
         return max((stage.peak for stage in stages if not stage.in_a_pass), default=0)
@@ -187,8 +186,8 @@ class RecomputeSearch:
         return MeasuredDecisions(decisions, memory)
 
     def _next_level_to_measure(self, stage_index: int) -> int:
-        """Return the recomputation level of a stage to measure next or, once the lowest level that
-        fits has been measured, that level."""
+        """Return the recomputation level of a stage to measure next; once the search of the stage
+        is complete, the lowest level that fits, or the last."""
         stage, peaks = self._stages[stage_index], self._peaks[stage_index]
         lowest_fitting = min(
             (n for n, size in peaks.items() if size <= self._limit), default=stage.last_level

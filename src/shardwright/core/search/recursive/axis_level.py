@@ -1,7 +1,7 @@
 """One level of the symbolic search: the choices of operators on one axis, and their propagation.
 
 On this axis a decided operator reads and writes each tensor replicated, or sharded along one dim. A
-neighbor without a cost model follows: its choice is the factor of this dim in the shared tensor.
+neighbor without a cost model cuts the factor that it has at this dim of the shared tensor.
 
 `relu(linear(x))`, linear cut on J → its output is sharded on dim 1 → relu cuts the factor of dim 1.
 """
@@ -42,9 +42,9 @@ class AxisLevel:
     def propagate(self, decided: Iterable[int]) -> None:
         """Propagate new choices to operators without a cost model, forward and backward.
 
-        Propagation ends at decided operators and at main operators. If the producer of a tensor is
-        an undecided main operator, other consumers of the tensor follow the decided consumer, so
-        that all consumers of a residual stream agree from the start.
+        Propagation ends at decided operators and at main operators. Where the producer of a tensor
+        is an undecided main operator, other consumers of the tensor follow the decided consumer. So
+        all consumers of a residual stream agree before its producer is decided.
 
         Args:
             decided: indices of the operators whose choice is new.
@@ -136,11 +136,11 @@ class AxisLevel:
         # consumers.
         undecided = [op for op, choice in enumerate(self.choices) if choice == UNDECIDED]
         for op in undecided:
-            self.choices[op] = _pick_first_cut(self._choices_of_producers(op))
+            self.choices[op] = _first_cut_of_choices(self._choices_of_producers(op))
         # Backwards, so that a chain of operators follows its last consumer.
         for op in reversed(undecided):
             if self.choices[op] == UNDECIDED:
-                self.choices[op] = _pick_first_cut(self._choices_of_consumers(op))
+                self.choices[op] = _first_cut_of_choices(self._choices_of_consumers(op))
         for op in undecided:
             if self.choices[op] == UNDECIDED:
                 self.choices[op] = NO_CUT
@@ -183,7 +183,7 @@ class AxisLevel:
                     yield self.choice_from_output(op, output_index, dim)
 
 
-def _pick_first_cut(choices: Iterator[int]) -> int:
+def _first_cut_of_choices(choices: Iterator[int]) -> int:
     """Return the first of `choices` that cuts a factor, else `NO_CUT` if `choices` contains
     `NO_CUT`, else `UNDECIDED`."""
     preferred = UNDECIDED

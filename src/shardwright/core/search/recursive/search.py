@@ -213,8 +213,8 @@ def operator_costs(
 _INPUT, _OUTPUT = 0, 1
 # Neither a dim nor `NO_CUT` nor `UNDECIDED`.
 _ANY_DIM = -3
-"""Sentinel dim of a model input whose batch size is not divisible by the axis: a choice that
-replicates the input costs a redistribution, and a choice that cuts any of its dims costs none."""
+"""Sentinel dim of a model input whose batch size the axis does not divide. Only a choice that
+replicates the input then costs a redistribution."""
 
 
 def _needs_redistribution(dim: int, neighbor_dim: int) -> bool:
@@ -226,13 +226,15 @@ def _tensors_shared_with_decided_ops(
 ) -> list[tuple[int, int, int, int]]:
     """Return the tensors that `op` shares with operators that are decided on this axis.
 
+    A model input that `op` reads counts as sharded along the batch if its batch size is divisible
+    by the axis, else as `_ANY_DIM`.
+
     Args:
         elements: number of elements of a shard of each input, then of each output.
 
     Returns:
         (`_INPUT` or `_OUTPUT`, index among inputs or outputs, dim that the neighbor shards, number
-        of elements) for each tensor. A model input that `op` reads counts as sharded along the
-        batch if its batch size is divisible by the axis, else as `_ANY_DIM`.
+            of elements) for each tensor.
     """
     graph, choice = level.graph, level.choices
     inputs, neighbors = graph.inputs[op], []
