@@ -180,6 +180,10 @@ def by_segment(x: Tensor, segments: Tensor) -> Tensor:
         (lambda x, y: x + y[:, None], (torch.randn(4, 8, 4), torch.ones(8)), ((2, 4, 1), (4,))),
         (F.triplet_margin_loss, (torch.randn(8, 4),) * 3, ((2, 1),) * 3),
         (lambda x, i: x[i], (torch.randn(16, 8), torch.tensor(-3)), ((2, 4), ())),
+        (lambda x, y: x @ y.t(), (torch.randn(8, 8), torch.randn(8, 8)), ((1, 4), (1, 4))),
+        (lambda x, y: x @ y.mT, (torch.randn(2, 8, 4), torch.randn(2, 8, 4)), ((2, 2, 1),) * 2),
+        (lambda x, w, b: torch.addmm(b, x, w), (torch.ones(8, 8),) * 3, ((2, 2), (2, 1), (1, 2))),
+        (F.linear, (torch.randn(8, 4), torch.randn(8, 4), torch.randn(8)), ((2, 1), (4, 1), (4,))),
     ],
 )
 def test_an_operator_that_reads_other_tensors_is_pinned_at_the_boundary(

@@ -63,3 +63,24 @@ def test_the_average_of_all_pixels_is_a_partial_sum() -> None:
     assert str(found) == "b c s t -> b c _ _"
     assert found.reduced == {"s", "t"}
     assert check(aten.adaptive_avg_pool1d.default, LINE, [1]).reduced == {"s"}
+
+
+def test_adaptive_pooling_is_cut_between_outputs_of_equally_many_rows() -> None:
+    found = check(aten.adaptive_avg_pool2d.default, PLANE, [2, 1])
+    assert str(found) == "b c s t -> b c s _"
+    assert found.capacity["s"] == 2 and found.reduced == {"t"}
+    assert str(check(aten.adaptive_avg_pool2d.default, PLANE, [4, 3])) == "b c _ t -> b c _ t"
+    maxima = check(aten.adaptive_max_pool3d.default, VOLUME, [2, 1, 4])
+    assert str(maxima) == "b c s _ u -> b c s _ u, b c s _ u"
+
+
+def test_positions_of_maxima_in_shards_are_those_in_the_image() -> None:
+    overlapping = ([3, 3], [2, 1], [1, 1])
+    for target, x, args in (
+        (aten.max_pool1d_with_indices.default, LINE, ([2],)),
+        (aten.max_pool2d_with_indices.default, PLANE, overlapping),
+        (aten.max_pool2d_with_indices.default, image(4, 6, 4), ([2, 2],)),
+        (aten.max_pool3d_with_indices.default, VOLUME, ([2, 2, 2],)),
+    ):
+        found = check(target, x, *args)
+        assert found.outputs[0] == found.outputs[1] and "s" in found.factors

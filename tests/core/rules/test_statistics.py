@@ -41,6 +41,7 @@ TIES = tensor(
         (aten.logsumexp.default, ([1],), "b s -> b"),
         (aten.cumsum.default, (1,), "b s -> b s"),
         (aten.cumprod.default, (0,), "b s -> b s"),
+        (aten.logcumsumexp.default, (1,), "b s -> b s"),
     ],
 )
 def test_shards_of_the_dimension_are_combined(target, arguments, text) -> None:

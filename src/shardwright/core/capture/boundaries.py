@@ -25,7 +25,7 @@ from shardwright.core.capture.annotations import (
     tags_of,
 )
 from shardwright.core.capture.composed import decompose
-from shardwright.core.capture.fx_nodes import is_tensor, node_shape, replace
+from shardwright.core.capture.fx_nodes import is_tensor, node_shape, replace, tensor
 from shardwright.core.capture.naming import MAIN
 from shardwright.core.capture.scalar_indices import keep_scalar_indices
 from shardwright.core.torch_internals import pytree
@@ -43,6 +43,9 @@ _MOVING = (
 
 
 _BIASED_PRODUCTS = (aten.addmm.default, aten.baddbmm.default, aten.addmv.default)
+
+_SPLIT_PRODUCTS = (aten.addmm.default, aten.addmv.default, aten.linear.default)
+"""Operators that capture splits into a product and the addition of a bias."""
 
 
 def settle_boundaries(graph: fx.Graph) -> None:
@@ -112,7 +115,11 @@ def _reads_other_tensors(
     nodes: Sequence[fx.Node],
 ) -> bool:
     """Whether the entries of a pin apply to the arguments of the call, and not to the tensors that
-    its operator reads: views of other ranks, or constants created in the call."""
+    its operator reads: views of other ranks or with permuted dimensions, constants created in the
+    call, or the factors of a product without its bias."""
+    arguments = [node for node, _ in candidates if node.args[0] not in nodes]
+    if single.target in _SPLIT_PRODUCTS and len(arguments) > 2:
+        return True
     # Capture folds biases and causal masks, which products and attention read beside arguments.
     reads_constants = _is_main_operator(single) or single.target in _BIASED_PRODUCTS
     ranks = {node: tag.entry_rank for node, tag in candidates}
@@ -122,11 +129,25 @@ def _reads_other_tensors(
             source = source.all_input_nodes[0]
         if source in nodes and not reads_constants:
             return True
-        if source not in ranks or not is_tensor(read) or _is_flattened(read, source):
+        if source not in ranks or not is_tensor(read):
+            continue
+        if _has_permuted_dims(read, source):
+            return True
+        if _is_flattened(read, source):
             continue
         if len(node_shape(read)) != ranks[source] == len(node_shape(source)):
             return True
     return False
+
+
+def _has_permuted_dims(view: fx.Node, source: fx.Node) -> bool:
+    """Whether a view of `source` has its dimensions, of which none is added, in another order."""
+    if view is source or len(node_shape(view)) != len(node_shape(source)):
+        return False
+    # Strides have the order of dimensions in memory, whichever operators have made the view.
+    pairs = zip(tensor(view).stride(), tensor(source).stride(), node_shape(source), strict=True)
+    strides = [(new, old) for new, old, size in pairs if size > 1]
+    return sorted(strides) != sorted(strides, key=lambda pair: pair[::-1])
 
 
 def _is_flattened(node: fx.Node, source: fx.Node) -> bool:

@@ -1,12 +1,14 @@
-"""Group normalization of images whose batch, groups of channels and space can be sharded."""
+"""Group and instance normalization of images whose batch, groups of channels and space can be
+sharded. In an instance norm each channel is a group."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from shardwright.core.graph.graph import Op
 from shardwright.core.rules.loss import accumulation_dtype
@@ -35,17 +37,28 @@ aten = torch.ops.aten
 def group_norm(op: Op) -> ShardingRule:
     """Group norm, `b c s t, c, c -> b c s t`: channels can be sharded between groups; with sharded
     spatial dimensions, the kernel combines the moments of the shards."""
-    dims: Dims = ("b", "c", *SPACE[: len(op.output.shape) - 2])
-    # Spatial dimensions beyond the third have no factor.
-    dims = (*dims, *(None,) * (len(op.output.shape) - len(dims)))
+    dims = image_factors(op)
     return sharding_rule(
         op,
         input_factors(op, {"input": dims, "weight": ("c",), "bias": ("c",)}),
         (dims,),
-        capacity={"c": call_arguments(op)["num_groups"]},
+        capacity={"c": _count_groups(op)},
         kernel=_build_group_norm_kernel,
-        reductions=_make_moment_all_gathers,
+        reductions=make_moment_all_gathers,
     )
+
+
+def image_factors(op: Op) -> Dims:
+    """Return the factors of an image: `b`, `c`, and one per spatial dimension."""
+    dims: Dims = ("b", "c", *SPACE[: len(op.output.shape) - 2])
+    # Spatial dimensions beyond the third have no factor.
+    return (*dims, *(None,) * (len(op.output.shape) - len(dims)))
+
+
+def _count_groups(op: Op) -> int:
+    """Return the number of groups of channels; of an instance norm, the number of channels."""
+    groups: int = call_arguments(op).get("num_groups", op.inputs[0].shape[1])
+    return groups
 
 
 @rule_for(aten.native_group_norm.default)
@@ -70,13 +83,14 @@ def group_norm_with_moments(op: Op) -> ShardingRule:
     )
 
 
-def _make_moment_all_gathers(op: Op, shard_counts: Mapping[str, int]) -> tuple[Reduction, ...]:
+def make_moment_all_gathers(op: Op, shard_counts: Mapping[str, int]) -> tuple[Reduction, ...]:
+    """Make the all-gather of the moments of spatial shards; empty if space is not sharded."""
     sharded = tuple(factor for factor in SPACE if shard_counts.get(factor, 1) > 1)
     if not sharded:
         return ()
     x = op.inputs[0]
     batch = x.shape[0] // shard_counts.get("b", 1)
-    groups = call_arguments(op)["num_groups"] // shard_counts.get("c", 1)
+    groups = _count_groups(op) // shard_counts.get("c", 1)
     # (shards, mean and sum of squared deviations, batch, groups).
     shape = (prod(shard_counts[factor] for factor in sharded), 2, batch, groups)
     dtype = accumulation_dtype(x.dtype)
@@ -89,31 +103,71 @@ def _make_moment_all_gathers(op: Op, shard_counts: Mapping[str, int]) -> tuple[R
 
 def _build_group_norm_kernel(op: Op, local: LocalSharding) -> Callable[..., Any]:
     # Channels are sharded between groups, so a shard has whole groups.
-    groups = call_arguments(op)["num_groups"] // local.shard_counts.get("c", 1)
+    groups = _count_groups(op) // local.shard_counts.get("c", 1)
     if not local.reduce:
-        return WithArguments(op, num_groups=groups)
+        return (
+            WithArguments(op, num_groups=groups)
+            if op.target is aten.group_norm.default
+            else op.target
+        )
     (gather,), bind = local.reduce, argument_binder(op)
-    channel = (1, -1, *(1,) * (len(op.output.shape) - 2))
 
     def run(*args: Any, **kwargs: Any) -> Any:
         arguments = bind(args, kwargs)
-        x = arguments["input"]
-        # Sums over many pixels lose digits in 16 bits, and overflow in float16.
-        flat = x.to(accumulation_dtype(x.dtype)).reshape(x.shape[0], groups, -1)
-        mean = flat.mean(-1)
-        # Deviations from the local mean, as E[x²] - E[x]² would cancel; `combine_moments` corrects
-        # it.
-        squares = (flat - mean.unsqueeze(-1)).square().sum(-1)
-        means, squares = gather(torch.stack((mean, squares)).unsqueeze(0)).unbind(1)
-        # Elements per group of one shard; all shards have equally many.
-        size = flat.shape[-1]
-        mean, squares = combine_moments(means, squares, size)
-        scale = torch.rsqrt(squares / (size * means.shape[0]) + arguments["eps"])
-        y = ((flat - mean.unsqueeze(-1)) * scale.unsqueeze(-1)).reshape(x.shape)
-        if arguments["weight"] is not None:
-            y = y * arguments["weight"].view(channel)
-        if arguments["bias"] is not None:
-            y = y + arguments["bias"].view(channel)
-        return y.to(x.dtype)
+        x, weight, bias = (arguments[name] for name in ("input", "weight", "bias"))
+        return normalize_shard(x, groups, weight, bias, arguments["eps"], gather).output
 
     return run
+
+
+class NormalizedShard(NamedTuple):
+    """A normalized spatial shard of images.
+
+    Args:
+        output: the normalized shard, in the shape and dtype of the input.
+        mean: mean of each group over all shards, `[b, groups]`.
+        squares: sum of squared deviations from `mean` over all shards, `[b, groups]`.
+        size: number of elements of a group over all shards.
+    """
+
+    output: Tensor
+    mean: Tensor
+    squares: Tensor
+    size: int
+
+
+def normalize_shard(
+    x: Tensor,
+    groups: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    gather: Callable[[Tensor], Tensor],
+) -> NormalizedShard:
+    """Normalize groups of channels of a spatial shard by the moments of all shards.
+
+    Args:
+        x: the shard, `[b, c, ...]`.
+        groups: number of groups of channels.
+        weight, bias: `[c]` each or None.
+        eps: added to the variance.
+        gather: all-gather of `make_moment_all_gathers`.
+    """
+    # Sums over many pixels lose digits in 16 bits, and overflow in float16.
+    flat = x.to(accumulation_dtype(x.dtype)).reshape(x.shape[0], groups, -1)
+    mean = flat.mean(-1)
+    # Deviations from the local mean, as E[x²] - E[x]² would cancel; `combine_moments` corrects it.
+    squares = (flat - mean.unsqueeze(-1)).square().sum(-1)
+    means, squares = gather(torch.stack((mean, squares)).unsqueeze(0)).unbind(1)
+    # Elements per group of one shard; all shards have equally many.
+    size = flat.shape[-1]
+    mean, squares = combine_moments(means, squares, size)
+    size *= means.shape[0]
+    scale = torch.rsqrt(squares / size + eps)
+    y = ((flat - mean.unsqueeze(-1)) * scale.unsqueeze(-1)).reshape(x.shape)
+    channel = (1, -1, *(1,) * (x.ndim - 2))
+    if weight is not None:
+        y = y * weight.view(channel)
+    if bias is not None:
+        y = y + bias.view(channel)
+    return NormalizedShard(y.to(x.dtype), mean, squares, size)

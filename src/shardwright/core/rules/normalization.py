@@ -11,6 +11,12 @@ from torch import Tensor
 
 from shardwright.core.graph.custom_ops import batch_norm_train, instance_norm_train
 from shardwright.core.graph.graph import Op
+from shardwright.core.rules.group_norm import (
+    group_norm,
+    image_factors,
+    make_moment_all_gathers,
+    normalize_shard,
+)
 from shardwright.core.rules.loss import accumulation_dtype
 from shardwright.core.rules.notation import (
     argument,
@@ -81,34 +87,23 @@ def batch_norm(op: Op) -> ShardingRule | None:
 
 @rule_for(aten.instance_norm.default)
 def instance_norm(op: Op) -> ShardingRule | None:
-    """Instance norm, `b c _ _, c -> b c _ _`; with running statistics the spatial dimensions can be
-    sharded too.
+    """Instance norm, `b c s t, c, c -> b c s t`: a group norm with a group per channel. With
+    running statistics the operator is elementwise.
 
     Returns None if the operator updates the running statistics in place; capture replaces it by
     `instance_norm_train`.
     """
     arguments = call_arguments(op)
-    if arguments["use_input_stats"] and arguments["running_mean"] is not None:
-        return None
-    return _build_channel_norm_rule(
-        op, replicated_dims=range(2, len(op.output.shape)) if arguments["use_input_stats"] else ()
-    )
+    if not arguments["use_input_stats"]:
+        return _build_channel_norm_rule(op)
+    return group_norm(op) if arguments["running_mean"] is None else None
 
 
-def _build_channel_norm_rule(op: Op, replicated_dims: Any = ()) -> ShardingRule:
-    """Build the rule of a normalization with parameters per channel.
-
-    Args:
-        replicated_dims: the dimensions that cannot be sharded.
-    """
-    dims = unsharded_at(_name_image_factors(op), *replicated_dims)
+def _build_channel_norm_rule(op: Op) -> ShardingRule:
+    """Build the rule of a normalization by statistics per channel that are inputs."""
+    dims = image_factors(op)
     inputs = input_factors(op, {"input": dims, **dict.fromkeys(CHANNEL_ARGUMENTS, ("c",))})
     return sharding_rule(op, inputs, (dims,))
-
-
-def _name_image_factors(op: Op) -> Dims:
-    """Return the factors of an image: `b`, `c`, and one per spatial dimension."""
-    return ("b", "c", *("s", "t", "u")[: len(op.output.shape) - 2])
 
 
 @rule_for(batch_norm_train)
@@ -120,7 +115,7 @@ def training_batch_norm(op: Op) -> ShardingRule:
     squared deviations from the mean. Two passes, as on one device, avoid the cancellation of
     E[x²] - E[x]². The new running statistics are replicated over batch and spatial shards.
     """
-    dims = _name_image_factors(op)
+    dims = image_factors(op)
     inputs = input_factors(op, {"x": dims, **dict.fromkeys(CHANNEL_ARGUMENTS, ("c",))})
     outputs = (dims, ("c",), ("c",))[: len(op.outputs)]
     return sharding_rule(
@@ -135,7 +130,7 @@ def training_batch_norm(op: Op) -> ShardingRule:
 
 def pooled_factors(op: Op) -> tuple[str, ...]:
     """Return the factors over which batch statistics are computed: all but the channels."""
-    return tuple(str(name) for name in _name_image_factors(op) if name != "c")
+    return tuple(name for name in image_factors(op) if name not in (None, "c"))
 
 
 def _make_batch_norm_reductions(op: Op, shard_counts: Mapping[str, int]) -> tuple[Reduction, ...]:
@@ -195,18 +190,18 @@ def _build_batch_norm_kernel(op: Op, local: LocalSharding) -> Callable[..., Any]
 
 @rule_for(instance_norm_train)
 def training_instance_norm(op: Op) -> ShardingRule:
-    """Instance norm in training mode, `b c _ _, c -> b c _ _, c, c`; the new running statistics are
+    """Instance norm in training mode, `b c s t, c -> b c s t, c, c`; the new running statistics are
     means over the instances.
 
-    If the batch dimension is sharded, the kernel all-reduces the running statistics.
+    With sharded spatial dimensions, the kernel combines the moments of the shards; with a sharded
+    batch it all-reduces the running statistics.
     """
-    # Statistics are per instance, over all of its pixels.
-    dims: Dims = ("b", "c", *(None,) * (len(op.output.shape) - 2))
+    dims = image_factors(op)
     return sharding_rule(
         op,
         input_factors(op, {"x": dims, **dict.fromkeys(CHANNEL_ARGUMENTS, ("c",))}),
         (dims, ("c",), ("c",)),
-        complete=frozenset("b"),
+        complete=frozenset(pooled_factors(op)),
         kernel=_build_instance_norm_kernel,
         reductions=_make_instance_norm_reductions,
     )
@@ -215,27 +210,53 @@ def training_instance_norm(op: Op) -> ShardingRule:
 def _make_instance_norm_reductions(
     op: Op, shard_counts: Mapping[str, int]
 ) -> tuple[Reduction, ...]:
+    gathers = make_moment_all_gathers(op, shard_counts)
     if shard_counts.get("b", 1) == 1:
-        return ()
+        return gathers
     channels = op.inputs[0].shape[1] // shard_counts.get("c", 1)
-    return tuple(
+    means = (
         Reduction(("b",), "sum", (channels,), value.dtype, differentiable=False)
         for value in op.outputs[1:]
     )
+    return (*gathers, *means)
 
 
 def _build_instance_norm_kernel(op: Op, local: LocalSharding) -> Callable[..., Any]:
     if not local.reduce:
         return op.target
-    shards = local.shard_counts["b"]
+    shards = local.shard_counts.get("b", 1)
+    gathers = local.reduce if shards == 1 else local.reduce[:-2]
+    bind = argument_binder(op)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        y, *statistics = op.target(*args, **kwargs)
+        arguments = bind(args, kwargs)
+        y, *statistics = (
+            _normalize_instances(arguments, gathers[0]) if gathers else op.target(*args, **kwargs)
+        )
+        if shards == 1:
+            return y, *statistics
         # Shards have equally many instances, so the mean of their means is that of the batch.
-        means = (reduce(s / shards) for s, reduce in zip(statistics, local.reduce, strict=True))
-        return y, *means
+        reductions = zip(statistics, local.reduce[-2:], strict=True)
+        return y, *(reduce(statistic / shards) for statistic, reduce in reductions)
 
     return run
+
+
+def _normalize_instances(
+    arguments: Mapping[str, Any], gather: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a normalized spatial shard, and the new running statistics of its instances."""
+    x, momentum = arguments["x"], arguments["momentum"]
+    shard = normalize_shard(
+        x, x.shape[1], arguments["weight"], arguments["bias"], arguments["eps"], gather
+    )
+    # As in PyTorch, the running variance is unbiased.
+    statistics = {"running_mean": shard.mean, "running_var": shard.squares / (shard.size - 1)}
+    mean, variance = (
+        _update_running_average(arguments[name], value.detach().mean(0), momentum)
+        for name, value in statistics.items()
+    )
+    return shard.output, mean, variance
 
 
 def _update_running_average(running: Tensor, new: Tensor, momentum: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""Pooling and pixel shuffling: batch, channels and, for most, spatial dimensions can be sharded."""
+"""Pooling and pixel shuffling: batch, channels and spatial dimensions can be sharded."""
 
 from __future__ import annotations
 
@@ -11,7 +11,12 @@ import torch
 from torch import Tensor
 
 from shardwright.core.graph.graph import Op
-from shardwright.core.rules.notation import call_arguments, overloads, sharding_rule
+from shardwright.core.rules.notation import (
+    WithArguments,
+    call_arguments,
+    overloads,
+    sharding_rule,
+)
 from shardwright.core.rules.rule import (
     Dims,
     LocalSharding,
@@ -23,29 +28,15 @@ from shardwright.core.rules.windowed import (
     SPACE,
     InputHalos,
     Window,
+    build_identity,
     expand_per_dim,
     input_windows,
     spatial_factors,
 )
 
-POOLS = ("max_pool{}d", "avg_pool{}d")
-# They return the positions of the maxima in the full image, which a shard does not know.
-REPLICATED_POOLS = ("max_pool{}d_with_indices", "adaptive_max_pool{}d")
-AVERAGES = {2: ("_adaptive_avg_pool2d",), 3: ("_adaptive_avg_pool3d",)}
-
-
-def leading_dims_rule(num_replicated: int) -> RuleMaker:
-    """Make a builder of rules `b c _ _ -> b c _ _`, in which the last `num_replicated` dimensions
-    cannot be sharded."""
-
-    def rule(op: Op) -> ShardingRule:
-        count = len(op.output.shape) - num_replicated
-        # A single leading dimension is the channels of an image without a batch.
-        free: Dims = ("c",) if count == 1 else ("b", "c", "d", "e", "f")[:count]
-        dims = (*free, *(None,) * num_replicated)
-        return sharding_rule(op, (dims,), (dims,) * len(op.outputs))
-
-    return rule
+aten = torch.ops.aten
+POOLS = ("max_pool{}d", "max_pool{}d_with_indices", "avg_pool{}d")
+ADAPTIVE_POOLS = ("adaptive_avg_pool{}d", "_adaptive_avg_pool{}d", "adaptive_max_pool{}d")
 
 
 def pooling_rule(num_spatial: int) -> RuleMaker:
@@ -54,12 +45,14 @@ def pooling_rule(num_spatial: int) -> RuleMaker:
     def rule(op: Op) -> ShardingRule:
         arguments = call_arguments(op)
         windows = input_windows(op, expand_per_dim(arguments["kernel_size"], num_spatial))
-        count = len(op.output.shape) - num_spatial
-        # An image without a batch has channels only.
-        dims = (*("b", "c")[-count:], *spatial_factors(windows))
+        dims = (*_leading_factors(op, num_spatial), *spatial_factors(windows))
         # Padding is never the maximum, and adds 0 to a sum.
         is_max = op.short_name.startswith("max")
-        halos = InputHalos(windows, dims, padding_value=-float("inf") if is_max else 0.0)
+        halos = InputHalos(
+            *(windows, dims),
+            padding_value=-float("inf") if is_max else 0.0,
+            finish=partial(_build_index_shift, windows) if len(op.outputs) > 1 else build_identity,
+        )
         if not is_max and _has_varying_divisor(arguments, windows):
             # The kernel averages full windows of padded images, whose divisor `finish` corrects.
             halos = InputHalos(
@@ -71,13 +64,53 @@ def pooling_rule(num_spatial: int) -> RuleMaker:
         return sharding_rule(
             op,
             (dims,),
-            (dims,),
+            (dims,) * len(op.outputs),
             capacity=halos.capacity,
             kernel=halos.kernel,
             reductions=halos.reductions,
         )
 
     return rule
+
+
+def _leading_factors(op: Op, num_spatial: int) -> Dims:
+    # An image without a batch has channels only.
+    return ("c",) if len(op.output.shape) == num_spatial + 1 else ("b", "c")
+
+
+def _build_index_shift(
+    windows: Sequence[Window], op: Op, local: LocalSharding
+) -> Callable[[tuple[Tensor, Tensor]], tuple[Tensor, Tensor]]:
+    """Return a function from maxima and their positions in a shard with halos to the maxima and
+    their positions in the full image."""
+    sizes, starts = [], []
+    for window in windows:
+        shards = local.shard_counts.get(window.factor, 1)
+        sizes.append(window.num_rows(shards) if shards > 1 else window.size)
+        starts.append(window.first_row(local.index(window.factor), shards) if shards > 1 else 0)
+    return _make_index_shift(sizes, starts, [window.size for window in windows])
+
+
+def _make_index_shift(
+    sizes: Sequence[int], starts: Sequence[Any], full_sizes: Sequence[int]
+) -> Callable[[tuple[Tensor, Tensor]], tuple[Tensor, Tensor]]:
+    """Return a function that adds the position of a block of pixels to positions in the block.
+
+    Args:
+        sizes: size of the block in each spatial dimension; positions count its pixels row by row.
+        starts: first row of the block in each spatial dimension.
+        full_sizes: size of the full image in each spatial dimension.
+    """
+
+    def shift(out: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        maxima, positions = out
+        shifted, stride = torch.zeros_like(positions), 1
+        for size, start, full in zip(*map(reversed, (sizes, starts, full_sizes)), strict=True):
+            shifted = shifted + (positions % size + start) * stride
+            positions, stride = positions // size, stride * full
+        return maxima, shifted
+
+    return shift
 
 
 def _compute_averaged_row_range(arguments: Mapping[str, Any], window: Window) -> tuple[int, int]:
@@ -131,37 +164,60 @@ def _build_divisor_correction(
     return divide
 
 
-def adaptive_average_rule(num_spatial: int) -> RuleMaker:
-    """Make a builder of rules `b c s t -> b c _ _` of adaptive average pooling. Spatial dimensions
-    can be sharded if the output is the average of all pixels, which is then a partial sum."""
+def adaptive_pooling_rule(num_spatial: int) -> RuleMaker:
+    """Make a builder of rules `b c s t -> b c s t` of adaptive pooling. A dimension can be sharded
+    between outputs if each output has equally many rows; an average of all rows is a partial sum of
+    its shards."""
 
-    def rule(op: Op) -> ShardingRule | None:
-        count = len(op.output.shape) - num_spatial
-        if any(size != 1 for size in op.output.shape[count:]):
-            return leading_dims_rule(num_spatial)(op)
-        leading: Dims = ("c",) if count == 1 else ("b", "c")
-        space = SPACE[:num_spatial]
-
-        def kernel(op: Op, local: LocalSharding) -> Callable[..., Any]:
-            num_shards = prod(local.shard_counts.get(factor, 1) for factor in space)
-            if num_shards == 1:
-                return op.target
-            # Shards have equal sizes, so the mean of their means is the mean of all.
-            return lambda *args, **kwargs: op.target(*args, **kwargs) / num_shards
-
-        output = (*leading, *(None,) * num_spatial)
-        return sharding_rule(op, ((*leading, *space),), (output,), reduced=space, kernel=kernel)
+    def rule(op: Op) -> ShardingRule:
+        image, outputs = (shape[-num_spatial:] for shape in (op.inputs[0].shape, op.output.shape))
+        is_average = "avg" in op.short_name
+        leading = _leading_factors(op, num_spatial)
+        factors = list(zip(SPACE, image, outputs, strict=False))
+        averaged = tuple(factor for factor, _, count in factors if is_average and count == 1)
+        split = {f: count for f, size, count in factors if count > 1 and size % count == 0}
+        given = (f if f in split or f in averaged else None for f, *_ in factors)
+        results = (f if f in split else None for f, *_ in factors)
+        return sharding_rule(
+            op,
+            ((*leading, *given),),
+            ((*leading, *results),) * len(op.outputs),
+            capacity=split,
+            reduced=averaged,
+            kernel=partial(_build_adaptive_kernel, num_spatial, averaged),
+        )
 
     return rule
 
 
+def _build_adaptive_kernel(
+    num_spatial: int, averaged: Sequence[str], op: Op, local: LocalSharding
+) -> Callable[..., Any]:
+    shards = [local.shard_counts.get(factor, 1) for factor in SPACE[:num_spatial]]
+    if prod(shards) == 1:
+        return op.target
+    call = WithArguments(op, output_size=list(local.output_shapes[0][-num_spatial:]))
+    if len(op.outputs) == 1:
+        # Shards have equal sizes, so the mean of their means is the mean of all.
+        num_averaged = prod(local.shard_counts.get(factor, 1) for factor in averaged)
+        return lambda *args, **kwargs: call(*args, **kwargs) / num_averaged
+    full_sizes = op.inputs[0].shape[-num_spatial:]
+    sizes = [full // n for full, n in zip(full_sizes, shards, strict=True)]
+    starts = [
+        local.index(factor) * size if n > 1 else 0
+        for factor, size, n in zip(SPACE, sizes, shards, strict=False)
+    ]
+    shift = _make_index_shift(sizes, starts, full_sizes)
+    return lambda *args, **kwargs: shift(call(*args, **kwargs))
+
+
 for _spatial in (1, 2, 3):
-    _unsharded_pools = [name.format(_spatial) for name in REPLICATED_POOLS]
-    rule_for(*overloads(*_unsharded_pools, *AVERAGES.get(_spatial, ())))(
-        leading_dims_rule(_spatial)
-    )
     rule_for(*overloads(*(name.format(_spatial) for name in POOLS)))(pooling_rule(_spatial))
-    rule_for(*overloads(f"adaptive_avg_pool{_spatial}d"))(adaptive_average_rule(_spatial))
+    _adaptive = [name.format(_spatial) for name in ADAPTIVE_POOLS]
+    # There is no `_adaptive_avg_pool1d`.
+    rule_for(*overloads(*(name for name in _adaptive if hasattr(aten, name))))(
+        adaptive_pooling_rule(_spatial)
+    )
 
 
 @rule_for(*overloads("pixel_shuffle", "pixel_unshuffle"))

@@ -292,6 +292,20 @@ CUMULATIVE_PRODUCT = ShardCombination(
 )
 
 
+def _compute_local_log_cumulative_sum_exp(shard: InputShard, gathered: Statistics) -> Tensor:
+    # Not -inf, of which `logsumexp` has no gradient.
+    least = torch.finfo(shard.x.dtype).min
+    earlier = _replace_later_shards(shard, gathered[0], least).logsumexp(0)
+    return torch.logaddexp(shard.x.logcumsumexp(shard.dims[0]), earlier)
+
+
+LOG_CUMULATIVE_SUM_EXP = ShardCombination(
+    lambda s: (s.x.logsumexp(s.dims, keepdim=True),),
+    _compute_local_log_cumulative_sum_exp,
+    keeps_dims=True,
+)
+
+
 def _compute_local_layer_norm(shard: InputShard, gathered: Statistics) -> Tensor:
     mean, squares = _combine_gathered_moments(shard, gathered)
     variance = squares / prod(shard.shape[dim] for dim in shard.dims)
@@ -356,6 +370,7 @@ COMBINATIONS: dict[str, ShardCombination] = {
     "std_mean": variance_combination(root=True, with_mean=True),
     "cumsum": CUMULATIVE_SUM,
     "cumprod": CUMULATIVE_PRODUCT,
+    "logcumsumexp": LOG_CUMULATIVE_SUM_EXP,
     "softmax": SOFTMAX,
     "_softmax": SOFTMAX,
     "log_softmax": LOG_SOFTMAX,

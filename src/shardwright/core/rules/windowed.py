@@ -233,7 +233,8 @@ def _replace_no_arguments(op: Op, local: LocalSharding) -> dict[str, Any]:
     return {}
 
 
-def _build_identity(op: Op, local: LocalSharding) -> Callable[[Tensor], Tensor]:
+def build_identity(op: Op, local: LocalSharding) -> Callable[[Any], Any]:
+    """Return the identity, for kernels whose local outputs are those of the operator."""
     return lambda out: out
 
 
@@ -249,8 +250,7 @@ class InputHalos:
         pads_all: whether the kernel also pads dimensions that are not sharded; otherwise the
             operator pads them.
         replace: returns the arguments that a shard's call replaces.
-        finish: returns a function from the local output of the operator to the output of the
-            kernel.
+        finish: returns a function from the local outputs of the operator to those of the kernel.
     """
 
     windows: tuple[SlidingDim, ...]
@@ -258,7 +258,7 @@ class InputHalos:
     padding_value: float | None = 0.0
     pads_all: bool = False
     replace: Callable[[Op, LocalSharding], dict[str, Any]] = _replace_no_arguments
-    finish: Callable[[Op, LocalSharding], Callable[[Tensor], Tensor]] = _build_identity
+    finish: Callable[[Op, LocalSharding], Callable[[Any], Any]] = build_identity
 
     @property
     def capacity(self) -> dict[str, int]:
