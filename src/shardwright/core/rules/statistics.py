@@ -295,7 +295,7 @@ CUMULATIVE_PRODUCT = ShardCombination(
 def _compute_local_log_cumulative_sum_exp(shard: InputShard, gathered: Statistics) -> Tensor:
     # Not -inf, of which `logsumexp` has no gradient.
     least = torch.finfo(shard.x.dtype).min
-    earlier = _replace_later_shards(shard, gathered[0], least).logsumexp(0)
+    earlier = _mask_statistics_of_later_shards(shard, gathered[0], least).logsumexp(0)
     return torch.logaddexp(shard.x.logcumsumexp(shard.dims[0]), earlier)
 
 
