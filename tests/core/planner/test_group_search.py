@@ -52,7 +52,7 @@ def test_a_group_whose_cuts_an_earlier_group_found_is_not_examined_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     examined: Counter[tuple[object, ...]] = Counter()
-    make = GroupSearch._make_new_entries
+    make = GroupSearch._make_queue_entries
 
     def counted(search: GroupSearch, candidates: Sequence[Candidate], attempt: Any) -> Any:
         options = attempt.options
@@ -63,7 +63,7 @@ def test_a_group_whose_cuts_an_earlier_group_found_is_not_examined_again(
             examined.update((*pipeline, cuts) for cuts in {id(each.cuts) for each in candidates})
         return make(search, candidates, attempt)
 
-    monkeypatch.setattr(GroupSearch, "_make_new_entries", counted)
+    monkeypatch.setattr(GroupSearch, "_make_queue_entries", counted)
     plan(68 << 20, **OPEN)
     assert examined
     assert set(examined.values()) == {1}

@@ -14,7 +14,7 @@ from shardwright.core.planner.options import AUTO_RECOMPUTE, PlanOptions
 from shardwright.errors import MemoryLimitError, PlanError
 
 MEM_COEFF_FACTOR, MAX_MEM_COEFF = 8.0, 1e4
-"""Factor between the `mem_coeff` of consecutive attempts, and the largest `mem_coeff` attempted."""
+"""Factor between the `mem_coeff` of consecutive attempts, and its maximum."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class Attempt:
 
 
 AttemptGroups = Sequence[Sequence[Attempt]]
-"""Attempts of one phase of the search, grouped by `mem_coeff` in ascending order, since plans with
-a larger `mem_coeff` are rarely faster."""
+"""Attempts of one search phase, grouped by `mem_coeff` in ascending order: plans with a larger
+`mem_coeff` are rarely faster."""
 
 
 def attempt_phases(options: PlanOptions) -> list[AttemptGroups]:
@@ -120,7 +120,7 @@ def _options_with_more_stages(options: PlanOptions) -> Iterator[PlanOptions]:
 
 
 def memory_limit_error(attempt: Attempt, limit: int, memory: Memory) -> MemoryLimitError:
-    """Return the error if no plan of a model fits into `limit` bytes per device.
+    """Return the error that no plan of a model fits into `limit` bytes per device.
 
     Args:
         attempt: attempt whose plan needs the least memory.
@@ -146,8 +146,8 @@ MAX_DOUBLINGS = 10
 
 
 def _describe_other_remedies(options: PlanOptions, limit: int, stage: StageMemory) -> str:
-    """List changes of `options` with which a plan would fit, such as more devices, each with an
-    estimate of the memory, for an error message.
+    """Return the end of an error message: more devices, stages or micro-batches with which a plan
+    would fit, each with an estimate of the memory.
 
     Args:
         limit: memory limit in bytes per device.

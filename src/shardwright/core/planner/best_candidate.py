@@ -1,5 +1,7 @@
-"""Find the best candidate for a captured model, over numbers of stages and of micro-batches and
-under a memory limit."""
+"""Find the best candidate for a captured model under a memory limit.
+
+Numbers of stages and of micro-batches compete if the options leave them open.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,8 @@ from shardwright.core.planner.step_bound import StepBounds
 
 GC_THRESHOLD = 20_000
 """Threshold of Python's garbage collector during a search: new objects per collection of the
-youngest generation. A search creates millions of objects and hardly any cycles; with the default
-threshold, a seventh of the search time is garbage collection."""
+youngest generation. A search creates millions of objects and hardly any cycles. The default
+threshold spends a seventh of the search time on garbage collection."""
 
 
 @contextmanager

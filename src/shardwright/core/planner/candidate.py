@@ -54,8 +54,7 @@ class Candidate:
         search_seconds: seconds that the search took.
         measured_memory: memory of each stage, measured by dry runs; None if not measured.
         pinned: cuts fixed by the user, by operator name.
-        is_baseline: whether the cuts are those of plain data parallelism, which every search is
-            compared with.
+        is_baseline: whether the cuts are plain data parallelism, with which every search competes.
     """
 
     model: CapturedModel
@@ -108,8 +107,8 @@ class Candidate:
     def aligned(self) -> Candidate:
         """This candidate, or an equally fast variant whose parameters need fewer mesh axes.
 
-        Variants are searched only if `parameter_axes` exceeds `MAX_PARAMETER_AXES`. The search
-        takes many predictions, so read this property only of candidates that may be chosen.
+        Variants are searched only if `parameter_axes` exceeds `MAX_PARAMETER_AXES`. As the search
+        takes many predictions, read this property only if the candidate may be chosen.
         """
         has_many_axes = (
             self.options.cluster is not None and self.parameter_axes > MAX_PARAMETER_AXES
@@ -118,13 +117,12 @@ class Candidate:
 
     @property
     def cuts(self) -> SharedCuts:
-        """The cuts of all operators."""
+        """The cuts of all operators; candidates of one model with equal cuts return one object."""
         return self.model.share(self.decisions.cuts)
 
     @property
     def shards_storage(self) -> bool:
-        """Whether any parameter is stored in another layout than the one that operators read, as
-        with ZeRO."""
+        """Whether any parameter is stored in a layout other than that of its uses, as with ZeRO."""
         used = default_storage(self.model.graph, self.mesh, self.decisions.cuts)
         return self.decisions.storage != used
 
@@ -306,8 +304,9 @@ def _search_once(
     key: tuple[object, ...],
     request: SearchRequest,
 ) -> tuple[Sequence[SharedCuts], float]:
-    """Return the cuts that the search mode `mode` finds, and the seconds of the search; both are
-    cached in `model` under `key`.
+    """Return the cuts from the search mode `mode`, and the seconds that the search took.
+
+    Both are cached in `model` under `key`.
 
     Raises:
         StrategyError: if the search finds no cuts.
@@ -357,9 +356,9 @@ axis."""
 def _align_candidate(candidate: Candidate) -> Candidate:
     """Return `candidate`, or a variant of it whose parameters need a `DeviceMesh` with fewer axes.
 
-    In a variant all operators split a group of equal axes between two factors at the same position,
-    so that the axes on each side can be merged. Returns the variant with the fewest axes among
-    those that are predicted to be at least as fast; ties go to the fastest, then to `candidate`.
+    In a variant, all operators split a group of equal axes in the same way (`align_axis_splits`),
+    so that axes can be merged. Only variants that are predicted to be at least as fast count. The
+    fewest axes win; ties go to the fastest, then to `candidate`.
     """
     model, mesh, options = candidate.model, candidate.mesh, candidate.options
     levels = TimeModel(options.resolved_cluster, mesh, candidate.pipeline.stages).links.levels

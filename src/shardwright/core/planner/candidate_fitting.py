@@ -22,22 +22,22 @@ from shardwright.core.search.recompute.search import MeasuredDecisions, Recomput
 log = logging.getLogger("shardwright.search")
 
 RECOMPUTED_BOUND = 0.99
-"""Assumed lower bound on a candidate's step time with the recomputation that it needs to fit, as a
-fraction of its step time with the recomputation that a memory estimate suggests."""
+"""Assumed lower bound on the ratio of two step times of a candidate: with the recomputation that it
+needs to fit, to with the recomputation that a memory estimate suggests."""
 
 
 class CandidateFitting(SearchQueue):
     """The part of the search that determines whether candidates fit into memory."""
 
-    def _process_queued_candidate(self, queued: QueuedCandidate, bound: float) -> Candidate | None:
+    def _examine_candidate(self, queued: QueuedCandidate, bound: float) -> Candidate | None:
         """Take the next step to decide whether a queued candidate fits into memory.
 
         Args:
             bound: lower bound in seconds with which the candidate was queued.
 
         Returns:
-            The candidate if it is known to fit; else None, and the candidate is queued again with a
-            tighter bound unless it cannot fit.
+            The candidate if it fits; None if it cannot fit, or was queued again with a tighter
+            bound.
         """
         # Without a limit every candidate fits, and only aligning is left to do.
         if queued.fits or (self.limit is None and queued.is_aligned):
@@ -77,8 +77,8 @@ class CandidateFitting(SearchQueue):
         self.add(bound, replace(queued, candidate=fitted, fits=True), fitted.seconds)
 
     def _measure_without_recompute(self, queued: QueuedCandidate, bound: float) -> Candidate | None:
-        """Return the candidate if it fits without recomputation; else queue it with the
-        recomputation that it is expected to need, and return None."""
+        """Return the candidate if it fits without recomputation; else None, after queueing it with
+        the recomputation that it is expected to need."""
         candidate, limit = queued.candidate, self.limit or 0
         recompute_levels = (
             self.recompute_cache.recompute_levels(candidate) if queued.attempt.recompute else None
@@ -110,7 +110,7 @@ class CandidateFitting(SearchQueue):
 
         Aligning takes many predictions, so only candidates that may be chosen are aligned.
         """
-        aligned = self._make_aligned_entry(queued)
+        aligned = self._make_queue_entry_of_aligned(queued)
         if aligned is None:
             return
         aligned = replace(aligned, is_aligned=True, must_recompute=queued.must_recompute)
@@ -120,12 +120,14 @@ class CandidateFitting(SearchQueue):
         else:
             self.dropped.append(aligned)
 
-    def _make_aligned_entry(self, queued: QueuedCandidate) -> QueuedCandidate | None:
+    def _make_queue_entry_of_aligned(self, queued: QueuedCandidate) -> QueuedCandidate | None:
         """Return a queue entry for `queued.candidate.aligned`, or None if an equal candidate was
         queued before."""
         aligned = queued.candidate.aligned
         return (
-            queued if aligned is queued.candidate else self._make_new_entry(aligned, queued.attempt)
+            queued
+            if aligned is queued.candidate
+            else self._make_queue_entry(aligned, queued.attempt)
         )
 
     def _measure_candidate_memory(self, queued: QueuedCandidate) -> Memory:
@@ -184,25 +186,25 @@ class CandidateFitting(SearchQueue):
     def measure_dropped(self) -> None:
         """Measure dropped candidates that may need less memory than the smallest plan so far.
 
-        A candidate that fits although an estimate was above the limit is queued again.
+        A candidate that fits, although an estimate was above the limit, is queued again.
         """
         while self.dropped:
             # Not sorted once, as splitting an entry by depth adds entries.
             queued = min(self.dropped, key=lambda queued: queued.lower_bound)
             self.dropped.remove(queued)
             # Bounds ascend, so no other dropped candidate needs less.
-            if not self._may_need_less_than_smallest_plan(queued.lower_bound):
+            if not self._is_below_smallest_measured_peak(queued.lower_bound):
                 break
             if queued.block_depth is not None:
                 self._measure_fully_recomputed(queued, queued.block_depth)
-            elif (aligned := self._make_aligned_entry(queued)) is None:
+            elif (aligned := self._make_queue_entry_of_aligned(queued)) is None:
                 continue
             elif queued.attempt.recompute:
                 self.dropped.extend(self._split_candidate_by_depth(aligned))
             else:
                 self._measure_candidate_memory(aligned)
 
-    def _may_need_less_than_smallest_plan(self, min_memory: int) -> bool:
+    def _is_below_smallest_measured_peak(self, min_memory: int) -> bool:
         return self.smallest_measured is None or min_memory < self.smallest_measured[0].peak
 
     def _measure_fully_recomputed(self, queued: QueuedCandidate, depth: int) -> None:
@@ -217,12 +219,12 @@ class CandidateFitting(SearchQueue):
         if search.can_fit:
             # Its own step is the only bound that a dropped candidate has.
             self.add(0.0, replace(queued, recompute_search=search), queued.candidate.seconds)
-        elif self._may_need_less_than_smallest_plan(search.largest_stage.peak):
+        elif self._is_below_smallest_measured_peak(search.largest_stage.peak):
             self._record_smallest_peak(search.fully_recomputed, queued.attempt)
 
     def _split_candidate_by_depth(self, queued: QueuedCandidate) -> Iterator[QueuedCandidate]:
-        """Yield a copy of `queued` for each depth of the module tree, with a lower bound on memory
-        if all modules of that depth are recomputed."""
+        """Yield an entry for each depth of the module tree, with a lower bound on the candidate's
+        memory if all modules of that depth are recomputed."""
         recompute_levels = self.recompute_cache.recompute_levels(queued.candidate)
         for depth in (depth for depths in recompute_levels.depths for depth in depths):
             min_memory = max(recompute_levels.min_memory(depth, queued.min_memory))

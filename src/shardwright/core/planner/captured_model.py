@@ -21,9 +21,9 @@ from shardwright.errors import StrategyError
 
 
 class SharedCuts(dict[str, Cuts]):
-    """Cuts of all operators; equal cuts of one model are one object (`CapturedModel.share`).
+    """Cuts of all operators; a model has one object for equal cuts (`CapturedModel.share`).
 
-    Hashed by identity, so that cuts are fast keys of the caches of one model.
+    Hashed by identity, which makes look-ups in the caches of the model fast.
     """
 
     __slots__ = ()
@@ -45,16 +45,16 @@ class CapturedModel:
         batch_dims: sample dimension of each leaf of the model's arguments; empty if it is 0 for
             all.
         dry_runs: cache of the dry runs of chunks, which measure memory.
-        search_results: cached results by the arguments of the search: (cuts, seconds that the
-            search took), or the error that the search raised.
+        search_results: cached (cuts, seconds that the search took), or the error that the search
+            raised, by the arguments of the search.
         shared_cuts: cuts of earlier candidates, by their content.
-        storages: cached storage of parameters, by device matrix, cuts and the options of ZeRO that
-            decide it.
+        storages: cached storage of parameters, by device matrix, cuts, and `shard_size` and
+            `threshold` of ZeRO.
         chunk_assignments: cached chunk index of each operator, by device matrix, cuts, and numbers
             of stages and of chunks.
         chunk_times: cached (decisions, seconds of each chunk) pairs, by numbers of stages and of
-            chunks, and whether the schedule splits the backward pass; a list, as decisions are not
-            hashable. Different searches often return equal cuts.
+            chunks, and whether the schedule splits the backward pass. Searches often return equal
+            cuts; pairs are in a list, as decisions are not hashable.
     """
 
     graph: Graph
@@ -96,8 +96,9 @@ class CapturedModel:
     def storage(
         self, mesh: DeviceMatrix, cuts: SharedCuts, sharding: OptimizerParallel | None
     ) -> Storage:
-        """Return the mesh axes that shard each dim of each stored parameter: as pinned, as sharded
-        by ZeRO or HSDP, or as operators read the parameter.
+        """Return the mesh axes that shard each dim of each stored parameter.
+
+        A parameter is stored as pinned, else as sharded by ZeRO or HSDP, else as operators read it.
 
         Args:
             sharding: ZeRO configuration; the level is ignored.

@@ -132,8 +132,11 @@ class _MicroBatchChoice:
         return self._use_captured_models(candidate, tasks)
 
     def _group_tasks_by_search(self) -> Iterator[list[PlanTask]]:
-        """Yield the tasks of each search: all tasks in one search, except tasks without a loss,
-        with batch statistics or with `mem_coeff="auto"`, which are searched one by one."""
+        """Yield the tasks of each search.
+
+        All tasks are in one search, except tasks without a loss, with batch statistics or with
+        `mem_coeff="auto"`, which are searched one by one.
+        """
         tasks: list[PlanTask] = []
         # A generator, so that no further graphs are captured once `best` needs none.
         for task in self._prepare_tasks():
@@ -187,8 +190,8 @@ class _MicroBatchChoice:
         """Replace `task` in `tasks` by a task with a captured graph; remove it if capturing fails.
 
         Returns:
-            Whether the captured graph differs from the derived graph, or the task was removed, so
-            that the search must be repeated.
+            Whether the search must be repeated, since the captured graph differs from the derived
+            graph or the task was removed.
         """
         index = tasks.index(task)
         try:

@@ -32,12 +32,12 @@ def fastest_over_stages(
     stages, and over schedules.
 
     A number of stages must divide the number of devices, be at most the number of micro-batches,
-    and be possible with the schedule. Several schedules are tried only with `schedule="auto"`.
+    and be possible with the schedule. Several schedules are tried only with `schedule="auto"`. Each
+    number of stages has its own search for the sharding, and its stages are balanced by time.
 
-    The sharding is searched for each number of stages, and stages are balanced by time. One
-    best-first search under the memory limit covers all combinations. It tightens the lower bound on
-    the step time of a combination in three steps: computation only, with the recomputation that
-    memory requires, and the step time without a memory limit.
+    One best-first search under the memory limit covers all combinations. The lower bound on the
+    step time of a combination is its computation at first, then includes the recomputation that
+    memory requires, then becomes the step time without a memory limit.
 
     Args:
         requested: options for each number of micro-batches, which differ in this number only.
@@ -113,10 +113,11 @@ def _fixed_num_stages(options: PlanOptions) -> int:
 
 
 def _relax_options_for_lower_bound(options: PlanOptions) -> PlanOptions | None:
-    """Return `options` changed so that their plan without a memory limit is the fastest possible.
+    """Return `options` with the smallest `mem_coeff` and the optimizer state sharded, the fastest
+    choices.
 
-    The step time of this plan is a lower bound under any memory limit. None without a limit, as
-    computing the bound would take as long as the search itself.
+    The step time of their plan without a limit is a lower bound under any memory limit. Returns
+    None without a limit, as computing the bound would take as long as the search itself.
     """
     if options.limit is None:
         return None

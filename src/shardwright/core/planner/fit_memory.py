@@ -22,14 +22,13 @@ def candidate_within_memory(
     """Return a candidate that fits into the memory limit, with `options` changed where necessary.
 
     Without a cluster the result is the first candidate that fits, as requested or after these
-    changes, each of which adds to the changes before: sharded optimizer state, gradients and
-    parameters (`level1` to `level3`), recomputation, a larger `mem_coeff`, more stages. With
-    `recompute="auto"`, recomputation comes first.
+    changes, each on top of the earlier ones: ZeRO `level1` to `level3`, recomputation, a larger
+    `mem_coeff`, more stages. With `recompute="auto"`, recomputation comes first.
 
-    On a cluster the number of stages is fixed, and the result is the fastest candidate that fits,
-    over all ZeRO levels and values of `mem_coeff`, each with the recomputation that it needs; so a
-    lower limit never gives a faster plan. `mem_coeff="auto"` takes the smallest value with which
-    the plan fits without other changes; if no value does, changes start from the smallest value.
+    On a cluster the number of stages is fixed. The result is the fastest candidate that fits, over
+    all ZeRO levels and values of `mem_coeff`, each with the recomputation that it needs; so a lower
+    limit never gives a faster plan. `mem_coeff="auto"` takes the smallest value with which the plan
+    fits without other changes; if no value does, changes start from the smallest value.
 
     Args:
         find_candidates: function that searches with given options and returns candidates.

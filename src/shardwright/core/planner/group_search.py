@@ -1,8 +1,8 @@
 """Search options in the queue for candidates, group by group of equal `mem_coeff`.
 
-A group has one attempt for each ZeRO level. Its lower bound on the step time follows from the
-groups before: a larger `mem_coeff` saves parameter memory and makes steps slower. Cuts that an
-earlier group has found are not examined again.
+A group has one attempt without ZeRO and one for each ZeRO level. A larger `mem_coeff` saves
+parameter memory and makes steps slower, so the step times of earlier groups give a lower bound for
+the next group. Cuts that an earlier group has tried are skipped.
 """
 
 from __future__ import annotations
@@ -29,20 +29,21 @@ log = logging.getLogger("shardwright.search")
 
 NEXT_MEM_COEFF_BOUND = 0.97
 """Assumed lower bound on the step time with the next larger `mem_coeff`, as a fraction of the
-extrapolated step time. Below 1, since a plan with a larger `mem_coeff` can be slightly faster: the
-objective of the search is simpler than the prediction."""
+extrapolated step time. Below 1, since plans with a larger `mem_coeff` can be slightly faster: the
+objective of the search is simpler than the predictor."""
 
 MIN_INCREASE_RATIO = 2.0
-"""Assumed minimum ratio of the next increase of the step time to the previous increase, when
-`mem_coeff` is raised twice by a factor of 8.
+"""Assumed minimum ratio between the increases of the step time by two consecutive steps of
+`mem_coeff`, each a factor of 8.
 
 A search pays `mem_coeff` seconds for each unit of parameter memory that it saves. The ratio is 2 if
-the second raise saves a fourth of the memory that the first saved, at 8 times the price per unit.
-A raise that saves less hardly makes the plan smaller."""
+the second step saves a fourth of the memory that the first saved, at 8 times the price per unit. A
+step that saves less hardly makes the plan smaller.
+"""
 
 UNSHARDED_BOUND = 0.99
-"""Assumed lower bound on the step time without ZeRO, as a fraction of the step time predicted for
-the cuts of the first ZeRO level if they are used without ZeRO."""
+"""Assumed lower bound on the step time without ZeRO, as a fraction of the step time that is
+predicted, also without ZeRO, for the cuts of the first ZeRO level."""
 
 
 def next_mem_coeff_bound(lowest: float, previous: float) -> float:
@@ -61,12 +62,13 @@ def next_mem_coeff_bound(lowest: float, previous: float) -> float:
 class GroupSearch(SearchQueue):
     """The part of the search that turns options into candidates."""
 
-    def _process_queued_options(self, bound: float, queued: QueuedOptions) -> None:
-        """Take the next step for options in the queue; each step costs more than the previous one.
+    def _examine_options(self, bound: float, queued: QueuedOptions) -> None:
+        """Tighten the lower bound of queued options, or search them; each call costs more than the
+        one before.
 
-        The steps tighten the lower bound on the step time by the recomputation that memory
-        requires, then by a search without a memory limit. The last step searches the first group of
-        attempts, or postpones the options if they need too much memory.
+        The first call adds the recomputation that memory requires, the second a search without a
+        memory limit. The last call searches the first group of attempts, or postpones the options
+        if they need too much memory.
 
         Args:
             bound: lower bound in seconds on the step time of all attempts.
@@ -91,8 +93,8 @@ class GroupSearch(SearchQueue):
         """Search the first group of attempts up to the lowest ZeRO level that may fit, and queue
         the candidates.
 
-        A higher ZeRO level only adds communication. So the attempts at higher levels are queued
-        again, as one entry, and the other groups as another entry.
+        A higher ZeRO level only adds communication. So higher levels are queued again as one entry,
+        and the other groups as another entry.
 
         Args:
             bound: lower bound in seconds on the step time of all attempts.
@@ -138,15 +140,15 @@ class GroupSearch(SearchQueue):
     def _search_attempt(
         self, bound: float, queued: QueuedOptions, attempt: Attempt, lowest: LowestSeconds | None
     ) -> tuple[list[QueuedCandidate], tuple[SharedCuts, ...] | None]:
-        """Search an attempt and queue its new candidates that may fit.
+        """Search an attempt, and queue its candidates that may fit and are new.
 
         Args:
             bound: lower bound in seconds on the step time of all attempts.
-            lowest: lowest step times of the group, to which those of the attempt are added; None
-                if they are not needed.
+            lowest: lowest step times of the group, updated with those of the attempt; None if they
+                are not needed.
 
         Returns:
-            The queued candidates, and all cuts that no earlier group has found, or None if the
+            The queued candidates; and all cuts that no earlier group has tried, or None if the
             model cannot be planned with these options.
         """
         stage_options, num_dropped = queued.stage_options, len(self.dropped)
@@ -155,7 +157,7 @@ class GroupSearch(SearchQueue):
         new_cuts: tuple[SharedCuts, ...] | None = None
         self.num_searched += 1
         # Dividing the model into stages may turn out to be impossible.
-        with self._recording_errors(attempt):
+        with self._record_planning_errors(attempt):
             all_candidates = self.find_candidates(attempt.options)
             # Without ZeRO the search is another one, which may find cuts of earlier groups.
             is_sharded = attempt.options.sharding is not None
@@ -165,7 +167,7 @@ class GroupSearch(SearchQueue):
             new_cuts = tuple(each.cuts for each in new_candidates)
             new_ids = set(map(id, new_candidates))
             repeated = [each for each in all_candidates if id(each) not in new_ids]
-            entries.extend(self._make_new_entries(new_candidates, attempt))
+            entries.extend(self._make_queue_entries(new_candidates, attempt))
         for each in entries:
             seconds = self._bound_seconds_with_recompute(
                 each.candidate, stage_options, each.min_memory
@@ -210,18 +212,16 @@ class GroupSearch(SearchQueue):
     def _queue_attempt_without_zero(
         self, bound: float, queued: QueuedOptions, attempts: list[Attempt], lowest: LowestSeconds
     ) -> list[Attempt]:
-        """Queue the attempt without ZeRO separately from the attempts at ZeRO levels.
+        """Queue the attempt without ZeRO on its own, and return the attempts with ZeRO.
 
         The attempt is postponed if no candidate of the first ZeRO level may fit, since a device
-        stores at least as much without ZeRO. Otherwise the step time without ZeRO is bounded with
-        the cuts found for the first level, and the attempt is searched only if nothing faster fits.
+        stores at least as much without ZeRO. Otherwise its lower bound is the step time of the
+        first level's cuts without ZeRO, so that it is searched only if nothing faster fits. Returns
+        `attempts` unchanged if ZeRO makes no difference.
 
         Args:
             bound: lower bound in seconds on the step time of all attempts.
-            lowest: lowest step times of the group, to which those without ZeRO are added.
-
-        Returns:
-            The other attempts.
+            lowest: lowest step times of the group, updated with those without ZeRO.
         """
         stage_options, (first, *sharded) = queued.stage_options, attempts
         # Nothing to separate: every plan fits, the user requested ZeRO, or no level of it is tried.
@@ -287,7 +287,7 @@ class GroupSearch(SearchQueue):
         return True
 
     @contextmanager
-    def _recording_errors(self, attempt: Attempt) -> Iterator[None]:
+    def _record_planning_errors(self, attempt: Attempt) -> Iterator[None]:
         """Context that records the error if the model cannot be planned with the options of
         `attempt`."""
         # Before any candidate the options are those that the user requested.
@@ -299,12 +299,12 @@ class GroupSearch(SearchQueue):
                 raise
             self.errors.append((attempt.options, error))
 
-    def _make_new_entries(
+    def _make_queue_entries(
         self, candidates: Iterable[Candidate], attempt: Attempt
     ) -> Iterator[QueuedCandidate]:
         """Yield entries for new candidates that may fit; record candidates that cannot fit."""
         for candidate in candidates:
-            queued = self._make_new_entry(candidate, attempt)
+            queued = self._make_queue_entry(candidate, attempt)
             if queued is None:
                 continue
             if self._may_fit_in_memory(queued):

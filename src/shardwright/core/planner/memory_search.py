@@ -1,12 +1,12 @@
 """The best-first search under a memory limit.
 
 The queue contains attempts (options to plan with) and candidates (decisions with a predicted step
-time), ordered by a lower bound on their step time in seconds. The first entry is taken, examined
-and queued again with a tighter bound; each examination costs more than the previous one. An attempt
-is searched for candidates. A candidate gets an estimate of its memory, then a dry run, then the
-least recomputation with which it fits. The first candidate that is known to fit when it is taken is
-the answer, as no later entry can be faster. docs/architecture.md, "Candidates", has the table of
-these steps.
+time), ordered by a lower bound on their step time in seconds. The search takes the first entry,
+examines it and queues it again with a tighter bound; each examination costs more than the previous
+one. Attempts are searched for candidates. A candidate gets an estimate of its memory, then a dry
+run, then the least recomputation with which it fits. The first entry that is a candidate proven to
+fit is the result, as no later entry can be faster. docs/architecture.md, "Candidates", has the
+table of these steps.
 """
 
 from __future__ import annotations
@@ -30,14 +30,12 @@ log = logging.getLogger("shardwright.search")
 
 
 class MemorySearch(GroupSearch, CandidateFitting):
-    """A best-first search: takes entries of the queue in ascending order of their lower bounds."""
+    """A best-first search: examines queue entries in ascending order of their lower bounds."""
 
     def count_attempts(self, on_progress: OnProgress) -> OnProgress:
-        """Return a progress callback that passes the fraction of searched attempts to
-        `on_progress`.
+        """Return a progress callback that reports the number of searched attempts to `on_progress`.
 
-        The total is known from the start. A search may end before all attempts are searched, as it
-        skips attempts that cannot be faster.
+        The reported total may not be reached, as attempts that cannot be faster are skipped.
         """
 
         def report(doing: str, done: int = 0, of: int = 0) -> None:
@@ -54,8 +52,8 @@ class MemorySearch(GroupSearch, CandidateFitting):
             bound, _, _, entry = front = heappop(self.queue)
             try:
                 if not isinstance(entry, QueuedCandidate):
-                    self._process_queued_options(bound, entry)
-                elif (fitted := self._process_queued_candidate(entry, bound)) is not None:
+                    self._examine_options(bound, entry)
+                elif (fitted := self._examine_candidate(entry, bound)) is not None:
                     return fitted
             except KeyboardInterrupt:
                 # `fitting_candidates` reads the queue after Ctrl-C.
@@ -141,8 +139,8 @@ class MemorySearch(GroupSearch, CandidateFitting):
             ranking.leave_out(requested_kind(options), LeftOut.because(one_line(error)))
 
     def _plan_kinds_in_queue(self) -> Iterator[tuple[float, PlanKind]]:
-        """Yield the lower bound on the step time in seconds and the requested `PlanKind` of each
-        attempt and candidate in the queue."""
+        """Yield (lower bound in seconds, requested `PlanKind`) for each attempt, and each attempt
+        that a queued candidate comes from."""
         for bound, _, _, entry in self.queue:
             attempts = (
                 [entry.attempt]

@@ -50,9 +50,8 @@ MB = 2**20
 AUTO_RECOMPUTE = AUTO_MEM_COEFF = "auto"
 
 MEM_COEFFS = tuple(0.1 * 4.0**power for power in range(-2, 9))
-"""Values tried for `mem_coeff="auto"`, from 0.00625 to 6553.6. With smaller values even the
-gradient all-reduce of a small layer costs more than any sharding saves; with larger values plans do
-not change."""
+"""Values tried for `mem_coeff="auto"`, from 0.00625 to 6553.6. Below this range, even the gradient
+all-reduce of a small layer costs more than any sharding saves; above it, plans do not change."""
 
 COUNT = must_be("a whole number of at least 1", is_count)
 DEVICES = must_be(
@@ -391,7 +390,7 @@ class PlanOptions(KeywordOptions):
         return self.cluster
 
     def timed_step(self, pipeline: PipelineSpec) -> TimedStep | None:
-        """Return the arguments of the cost model `time`, or None with `cost_model="symbolic"`."""
+        """Return the arguments of the cost model `time`; None with `cost_model="symbolic"`."""
         if self.cost_model != "time":
             return None
         return TimedStep(

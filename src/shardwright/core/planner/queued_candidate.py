@@ -1,5 +1,5 @@
-"""Candidates in the queue of the search under a memory limit, with the recomputation they may
-need."""
+"""Queue entries for candidates in the search under a memory limit, and the recomputation levels
+that candidates share."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from shardwright.core.search.recompute.search import RecomputeSearch, max_peak_r
 
 @dataclass(frozen=True)
 class QueuedCandidate:
-    """A candidate that may need recomputation to fit, with the memory bounds found so far.
+    """A candidate that may need recomputation to fit, with the memory bounds computed so far.
 
     Args:
         attempt: attempt whose search returned the candidate.
@@ -32,8 +32,8 @@ class QueuedCandidate:
         recompute_search: search for the least recomputation that fits; None before it has begun.
         trust_estimate: whether an estimate may replace the dry run with all blocks recomputed.
         fits: whether dry runs showed that the candidate fits.
-        block_depth: the only depth of the module tree at which blocks are recomputed, in an entry
-            that was dropped because an estimate exceeded the limit; None for all depths.
+        block_depth: the only depth of the module tree at which blocks are recomputed; None for all
+            depths. Set only in dropped entries whose estimate exceeded the limit.
         min_recomputed_memory: lower bound on memory with all blocks at `block_depth` recomputed, in
             bytes per device.
     """

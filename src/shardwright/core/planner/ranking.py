@@ -44,7 +44,7 @@ class Ranking:
     micro-batches.
 
     Args:
-        top: number of kinds of plans whose fastest plan is returned.
+        top: number of plans to return.
         fastest: fastest candidate of each kind of plan.
         left_out: reason why a kind of plan has no candidate, by kind.
     """
@@ -59,11 +59,11 @@ class Ranking:
         self.fastest.setdefault(kind_of_candidate(candidate), candidate)
 
     def needs_more(self, plan_kinds: Iterable[PlanKind]) -> bool:
-        """Whether a search must continue: fewer than `top` kinds of plans have a candidate, and
-        some kind of the search has none.
+        """Whether a search must continue: some of its `plan_kinds` have no candidate, and there are
+        fewer than `top` candidates with its numbers of micro-batches.
 
         Args:
-            plan_kinds: kinds of plans of the search.
+            plan_kinds: kinds of plans that the search could still return.
         """
         plan_kinds = list(plan_kinds)
         # A candidate may have been found with recomputation although its kind was queued without.
@@ -76,8 +76,7 @@ class Ranking:
         return sum(each.micro_batches in counts for each in self.fastest) < self.top
 
     def leave_out(self, plan_kind: PlanKind, reason: LeftOut) -> None:
-        """Record why a kind of plan has no candidate; of several reasons, keep the reason that
-        sorts first."""
+        """Record why a kind of plan has no candidate; the reason that sorts first wins."""
         recorded = self.left_out.get(plan_kind)
         if recorded is None or reason < recorded:
             self.left_out[plan_kind] = reason
@@ -125,10 +124,10 @@ class Ranking:
 
 
 def options_to_rank(options: PlanOptions) -> PlanOptions:
-    """Return `options` changed for a ranking of plans.
+    """Return `options` for a search that ranks plans.
 
-    The memory limit defaults to the device memory of the cluster, and all values of
-    `mem_coeff="auto"` compete, while `plan` takes the smallest value that fits.
+    The memory limit defaults to the device memory of the cluster. All values of `mem_coeff="auto"`
+    compete, while `plan` takes the smallest value that fits.
 
     Raises:
         StrategyError: if there is no cluster.

@@ -32,8 +32,8 @@ from shardwright.core.partition.decisions import Decisions, Recompute
 from shardwright.core.search.recompute.blocks import RecomputeBlocks
 
 Vertex = tuple[float, float]
-"""Point of the convex curve of least recomputation time: a pair of the freed fraction of the
-activations and the recomputation seconds per micro-batch."""
+"""Point of the convex curve of least recomputation time: (fraction of activations that is freed,
+recomputation seconds per micro-batch)."""
 
 BISECTIONS = 30
 """Number of bisections of the step time; each halves the error."""
@@ -202,8 +202,8 @@ class StageLimits:
     def least_seconds(self, in_flight: Sequence[int]) -> float:
         """Return the least seconds per micro-batch of the slowest stage, with recomputation.
 
-        Assumes full recomputation if no recomputation frees enough memory: only a search determines
-        how much memory a plan needs.
+        If no recomputation frees enough memory for the bound, full recomputation is assumed, as
+        only a search determines how much memory a plan needs.
 
         Args:
             in_flight: number of micro-batches in flight of each stage.
@@ -214,14 +214,14 @@ class StageLimits:
         counts = Counter(in_flight)
         for _ in range(BISECTIONS):
             middle = (low + high) / 2
-            if sum(n * self._largest_model_share(middle, each) for each, n in counts.items()) >= 1:
+            if sum(n * self._max_model_fraction(middle, each) for each, n in counts.items()) >= 1:
                 high = middle
             else:
                 low = middle
         # The lower end of the interval, as the result must be a lower bound.
         return low
 
-    def _largest_model_share(self, seconds: float, in_flight: int) -> float:
+    def _max_model_fraction(self, seconds: float, in_flight: int) -> float:
         """Return the largest fraction of the model that a stage has memory for, and computes in
         `seconds` per micro-batch."""
         previous: tuple[float, float] | None = None

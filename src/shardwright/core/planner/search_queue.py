@@ -41,7 +41,7 @@ class SearchQueue:
         postponed_memory: lower bound on the bytes per device of postponed options, by kind of plan.
         recompute_cache: recomputation levels that candidates share.
         errors: options with which the model cannot be planned, each with the error.
-        smallest_peaks: smallest measured peak that does not fit, in bytes per device, by plan kind.
+        smallest_peaks: smallest measured peak above the limit, in bytes per device, by plan kind.
         entry_keys: keys of the candidates that were queued or dropped.
         queue: heap of (lower bound in seconds, lower bound in seconds of the entry alone, entry
             number, entry).
@@ -86,7 +86,7 @@ class SearchQueue:
     def _may_fit_in_memory(self, queued: QueuedCandidate) -> bool:
         return self.limit is None or max(queued.min_memory) <= self.limit
 
-    def _make_new_entry(self, candidate: Candidate, attempt: Attempt) -> QueuedCandidate | None:
+    def _make_queue_entry(self, candidate: Candidate, attempt: Attempt) -> QueuedCandidate | None:
         """Return a queue entry for `candidate`, or None if an equal candidate was queued before."""
         # A larger `mem_coeff` often gives the same cuts.
         key = memory_and_time_key(candidate, attempt)

@@ -56,8 +56,8 @@ class QueuedOptions:
         groups: attempts grouped by `mem_coeff`, the next group to search first.
         continues_group: whether the search of the first group has begun, so that the group contains
             only the attempts that were not searched.
-        previous_lowest: fastest step time in seconds with the next smaller `mem_coeff`, whether the
-            plan fits or not; infinite if it is unknown.
+        previous_lowest: fastest step time in seconds with the next smaller `mem_coeff`, of plans
+            that fit and others; infinite if it is unknown.
         earlier_cuts: cuts that groups with a smaller `mem_coeff` have tried at ZeRO levels.
     """
 
@@ -71,7 +71,7 @@ class QueuedOptions:
     def without_earlier_cuts(self, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
         """Return the candidates whose cuts no earlier group has tried.
 
-        Several values of `mem_coeff` often give equal cuts, and each gives the baselines again.
+        Several values of `mem_coeff` often give equal cuts, and all give the baselines.
         """
         return [
             each for each in candidates if not any(each.cuts is cuts for cuts in self.earlier_cuts)
@@ -84,9 +84,9 @@ class LowestSeconds:
 
     Args:
         of_group: lower bound over all candidates that no earlier group has tried.
-        searched: lower bound over the cuts that the search with this `mem_coeff` found, whether
-            they are new or not. Baselines do not count: they are equally fast with any `mem_coeff`,
-            so no bound for the next `mem_coeff` follows from them.
+        searched: lower bound over all cuts that the search with this `mem_coeff` found, except
+            baselines. Baselines are equally fast with any `mem_coeff`, so no bound for the next
+            `mem_coeff` follows from them.
     """
 
     of_group: float = inf

@@ -1,14 +1,14 @@
 """A lower bound on the seconds of a step, from its computation and the memory limit.
 
-    T >= m max(W / S, w) + (S - 1) P / C + overheads
+    T >= m max(W / S, w) + (S - 1) P / (S C) + overheads
 
     W      forward and backward seconds of one micro-batch on the devices of one stage, if every
            operator has its fastest sharding, without communication
     w      forward and backward seconds of the longest operator, which one stage computes
     m, S   micro-batches and stages
-    P, C   until the last stage computes, the first micro-batch passes through all other stages:
-           seconds of its forward pass (and backward, unless weight gradients fill the end of the
-           step), and number of chunks
+    P      as W, for the pass of the first micro-batch while later stages wait: forward and, unless
+           weight gradients fill the end of the step, backward seconds
+    C      chunks per stage
 
 The bound takes no search, so options whose bound exceeds the best step time are never searched.
 Under a memory limit, W / S becomes the seconds of the slowest stage with the least recomputation

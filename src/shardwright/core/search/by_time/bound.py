@@ -116,8 +116,8 @@ class _MessagePassing:
 
         Returns:
             The cost of each choice; and (table index, end at this variable, fraction) for each
-                table to a later variable. Fractions are in proportion to the number of blocks that
-                an edge represents.
+            table to a later variable. Fractions are in proportion to the number of blocks that an
+            edge represents.
         """
         costs, later_tables, num_blocks = self.tables.op_costs[variable].copy(), [], [0.0, 0.0]
         for table_index, end in self._tables_around[variable]:

@@ -56,7 +56,7 @@ def candidates_by_time(request: SearchRequest) -> list[CutsOfGraph]:
 
     Returns:
         The cheapest cuts and, if different and nearly as cheap, the cheapest before the search
-            copied all choices of one axis to another; the predictor of full plans picks one.
+        copied all choices of one axis to another; the predictor of full plans picks one.
 
     Raises:
         StrategyError: if the request has no cluster, so that its costs are not in seconds.

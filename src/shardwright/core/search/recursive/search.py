@@ -234,7 +234,7 @@ def _tensors_shared_with_decided_ops(
 
     Returns:
         (`_INPUT` or `_OUTPUT`, index among inputs or outputs, dim that the neighbor shards, number
-            of elements) for each tensor.
+        of elements) for each tensor.
     """
     graph, choice = level.graph, level.choices
     inputs, neighbors = graph.inputs[op], []
