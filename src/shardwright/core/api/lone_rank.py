@@ -142,9 +142,9 @@ class LoneRank(LiveBytes):  # type: ignore[no-untyped-call]
             return _copy_from_meta_device(args[0], kwargs)
         return func(*args, **kwargs)
 
-    def _track_result(self, out: Tensor, args: tuple[Any, ...]) -> None:
+    def _track_operator_result(self, out: Tensor, args: tuple[Any, ...]) -> None:
         if self._tracks:
-            super()._track_result(out, args)
+            super()._track_operator_result(out, args)
 
     def _count_communication(self, name: str, args: tuple[Any, ...]) -> None:
         collective = COLLECTIVE_NAMES.get(name)

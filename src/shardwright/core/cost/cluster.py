@@ -25,8 +25,8 @@ REFERENCE_HEAD_SIZE = 128
 """Size of the attention heads with which `Device.attention_efficiency` is measured."""
 
 LinkSpans = tuple[tuple[int, int], ...]
-"""Link levels that a group of devices crosses, innermost first, as pairs of the index of the level
-and the number of devices or inner groups that the level joins."""
+"""Link levels that a group of devices crosses, innermost first, each as (index of the level, number
+of devices or inner groups that it joins)."""
 
 TREES, RINGS, GLOO = "trees", "rings", "gloo"
 """Algorithms of collectives, which differ in the number of sequential messages; values of
@@ -159,8 +159,8 @@ class Device:
         return matrix_rate * prod(d / (d + self.matrix_half) for d in product_sizes)
 
     def _attention_rate_for_sizes(self, product_sizes: tuple[float, ...]) -> float:
-        """Return the FLOP rate of fused attention for given sizes, as a fraction of its rate for
-        many keys and heads of size 128.
+        """Return the FLOP rate of fused attention for given sizes, relative to many keys and heads
+        of size 128.
 
         Args:
             product_sizes: mean number of keys of a query, then the head size; a missing size does
@@ -183,13 +183,14 @@ class Device:
         return self.memory_bandwidth * self.memory_efficiency
 
     def is_oversubscribed(self, devices: int) -> bool:
-        """Whether the CPU cannot run `devices` processes at full rate, so that they slow each other
-        down."""
+        """Whether `devices` processes exceed the number that the CPU runs at full rate."""
         return self.at_full_rate is not None and devices > self.at_full_rate
 
     def with_active_devices(self, devices: int) -> Device:
-        """Return a copy with the rates of each device while `devices` devices compute at the same
-        time."""
+        """Return a copy with the rates that each device has while `devices` devices compute.
+
+        Rates differ only for processes that share a CPU.
+        """
         if self.at_full_rate is None or not self.is_oversubscribed(devices):
             return self
         # `at_full_rate` processes occupy the processor; more of them share it evenly.
@@ -219,8 +220,10 @@ class Cluster:
     software: str = ""
 
     def with_active_devices(self, devices: int) -> Cluster:
-        """Return a copy with the rates of devices and links while `devices` devices compute at the
-        same time."""
+        """Return a copy with the device rates and link latencies while `devices` devices compute.
+
+        They differ only for processes that share a CPU.
+        """
         if self.device.at_full_rate is None or not self.device.is_oversubscribed(devices):
             return self
         # To send a message, a process has to wait for its turn on the processor.
@@ -239,8 +242,7 @@ class Cluster:
         return 1 if node_size is None else -(-devices // node_size)
 
     def inner_group_sizes(self, devices: int) -> tuple[int, ...]:
-        """Return the group sizes, ascending, of the link levels whose groups have fewer than
-        `devices` devices."""
+        """Return the group sizes below `devices` of all link levels, ascending."""
         sizes = (level.devices for level in self.levels)
         return tuple(size for size in sizes if size is not None and size < devices)
 
@@ -299,7 +301,7 @@ class Cluster:
                 # devices.
                 groups = ranks // (level.devices or 1)
                 divisors = (n for n in range(1, size + 1) if size % n == 0)
-                reach = max(n for n in divisors if _are_runs_within_groups(groups, n))
+                reach = max(n for n in divisors if _are_rank_blocks_within_groups(groups, n))
             # A level that joins no more ranks along the axis than the inner levels is not crossed.
             if reach > joined:
                 spans.append((number, reach // joined))
@@ -329,9 +331,9 @@ class Cluster:
             )
 
 
-def _are_runs_within_groups(group_of_rank: np.ndarray[Any, Any], run_length: int) -> bool:
+def _are_rank_blocks_within_groups(group_of_rank: np.ndarray[Any, Any], run_length: int) -> bool:
     """Whether each block of `run_length` consecutive ranks along the last dimension is within one
-    group of devices of a link level.
+    group of devices.
 
     Args:
         group_of_rank: index of the group of each rank, of shape (..., ranks).

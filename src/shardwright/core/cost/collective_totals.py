@@ -1,7 +1,7 @@
-"""Count, bytes and seconds of the collectives of a stage in one step, by type of collective and
-mesh axes.
+"""Totals of the collectives of a stage in one step: number of calls, bytes and seconds.
 
-Their bytes add up to `Partitioned.step_bytes`, without the transfers between stages.
+There is one total for each type of collective and its mesh axes. Their bytes add up to
+`Partitioned.step_bytes`, without the transfers between stages.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class CollectiveTotal:
 
 
 _CollectiveCalls = tuple[str, Axes, int, int]
-"""Equal calls of one collective, as a tuple of: type of collective, mesh axes, number of calls per
-step, and bytes of the local input or output of a call, whichever is larger."""
+"""(Type of collective, mesh axes, calls per step, bytes per call); bytes are those of the local
+input or output, whichever is larger."""
 
 
 def collective_totals(

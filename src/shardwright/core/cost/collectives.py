@@ -78,7 +78,8 @@ class Links:
     ) -> float:
         """Return the seconds of a hierarchical collective, level by level, innermost first.
 
-        A level sends `num_bytes` divided by the number of devices that inner levels connect.
+        Each level sends `num_bytes` divided by the number of devices that the levels inside of it
+        connect.
 
         Args:
             levels_of_group: (index of the link level, number of devices or inner groups that it
@@ -111,8 +112,11 @@ class Links:
     def _all_to_all_seconds(
         self, levels_of_group: list[tuple[int, int]], num_bytes: float
     ) -> float:
-        """Return the seconds of an all-to-all, in which each device sends an equal part of its
-        tensor to every other device, over the innermost link level that joins the two."""
+        """Return the seconds of an all-to-all.
+
+        Each device sends an equal part of its tensor to every other device, over the innermost link
+        level that joins the two.
+        """
         devices = prod(size for _, size in levels_of_group)
         seconds, joined_devices = 0.0, 1
         for level, size in levels_of_group:
@@ -143,8 +147,8 @@ def sequential_messages(link: LinkLevel, devices: int) -> int:
 
 
 def num_rounds(link: LinkLevel, collective: str) -> int:
-    """Return the number of passes of a tensor through the group in a collective: 2 for an
-    all-reduce, which is a reduce-scatter and an all-gather."""
+    """Return how many times a collective passes a tensor through the group: 2 for an all-reduce,
+    which is a reduce-scatter and an all-gather."""
     spec = COLLECTIVES[collective]
     # Gloo reduce-scatters by an all-reduce of which each rank keeps its shard: two rounds for one.
     over_gloo = link.collectives == GLOO and spec.gloo_rounds is not None

@@ -233,8 +233,8 @@ class _MetaChunk:
         return len(self.live_bytes.history)
 
     def run_phase(self, function: Callable[[], None], category: str) -> Phase:
-        """Run `function`, label the tensors it leaves alive with `category`, and return its peak
-        and net change of memory as a `Phase`."""
+        """Run `function`, label the tensors that it leaves alive with `category`, and return its
+        memory."""
         start = len(self.live_bytes.history)
         function()
         # Labeled before bytes are summed: events refer to storages, whose categories are set here.
@@ -278,14 +278,14 @@ class _MetaChunk:
             first[pass_type] = self._first_micro_batch_phase(start, later[pass_type])
             # The graph of the outputs tells which parameters the backward pass reaches.
             if pass_type == FORWARD:
-                self._preallocate_gradients()
+                self._allocate_accumulated_gradients()
         return first, later
 
     def _first_micro_batch_phase(self, start_event: int, later_phase: Phase) -> Phase:
         """Return the memory of an action of the first micro-batch, derived from `later_phase`.
 
-        A later micro-batch adds its gradients to existing gradients and then frees its own. The
-        first micro-batch keeps its gradients, so an allocation is inserted at each accumulation.
+        A later micro-batch adds its gradients to existing ones, then frees its own. As the first
+        micro-batch does not free its gradients, an allocation is inserted at each accumulation.
 
         Args:
             start_event: number of allocations and frees before the action of `later_phase`.
@@ -300,7 +300,7 @@ class _MetaChunk:
         peak_bytes = bytes_by_category(events[: events_at_peak(events)])
         return Phase(peak_bytes, bytes_by_category(events), later_phase.largest)
 
-    def _preallocate_gradients(self) -> None:
+    def _allocate_accumulated_gradients(self) -> None:
         """Allocate a gradient of each parameter that the backward pass reaches, as an earlier
         micro-batch would have done."""
         # Received activations are leaves too, but get new gradients in each micro-batch.
@@ -318,8 +318,12 @@ class _MetaChunk:
             )
 
     def _largest_tensors(self, num_events: int) -> tuple[tuple[str, int, int], ...]:
-        """Return the largest live tensors after the first `num_events` allocations and frees, as
-        (category of tensor, operator index, bytes), summed by category and operator."""
+        """Return the largest live tensors after the first `num_events` allocations and frees.
+
+        Returns:
+            (category of tensor, operator index, bytes) in descending order; tensors of one category
+            and operator are summed.
+        """
         sizes: dict[tuple[str, int], int] = {}
         for (category, line), size in self.live_bytes.bytes_by_line(num_events).items():
             if line in self._operator_index_by_line and size:
@@ -330,7 +334,7 @@ class _MetaChunk:
 
     @cached_property
     def _operator_index_by_line(self) -> dict[int, int]:
-        """Index in the graph of the operator that each line of the generated program runs, by line
+        """Operator that each line of the generated program runs, as its index in the graph by line
         number; for a redistribution, the index of the next operator."""
         indices = {op.name: index for index, op in enumerate(self.module.chunk.graph.ops)}
         operators: dict[int, int] = {}
@@ -393,11 +397,14 @@ class _MetaChunk:
             for gradient in self.received_gradients
         ]
 
-    def _release_micro_batch(
+    def _take_micro_batch_tensors(
         self,
     ) -> tuple[tuple[Tensor, ...], list[Tensor | None] | None, list[Tensor]]:
-        """Return the micro-batch's outputs, gradients of outputs (or None) and inputs, and drop the
-        references to them, so that the backward pass frees them as in a pipeline schedule."""
+        """Return the micro-batch's outputs, their gradients (None without any) and its inputs.
+
+        Drops the references to these tensors, so that the backward pass frees them as in a pipeline
+        schedule.
+        """
         # `backward_input` of the first chunk has received them already.
         if not self.gradients:
             self._receive_gradients()
@@ -406,7 +413,7 @@ class _MetaChunk:
         return tensors
 
     def backward(self) -> None:
-        outputs, gradients, inputs = self._release_micro_batch()
+        outputs, gradients, inputs = self._take_micro_batch_tensors()
         if gradients:
             stage_backward(outputs, gradients, inputs)
         # For a model without a loss, the user passes a gradient for each output.
@@ -419,7 +426,7 @@ class _MetaChunk:
         if not self.splits_backward:
             self.backward()
         elif self.module.chunk.number:
-            outputs, gradients, inputs = self._release_micro_batch()
+            outputs, gradients, inputs = self._take_micro_batch_tensors()
             # The stub does not allow None, which schedules pass for an output without a gradient.
             _, self.parameter_groups = stage_backward_input(
                 list(outputs),
@@ -457,8 +464,8 @@ def _reachable_leaves(outputs: Iterable[Tensor]) -> Iterator[Tensor]:
 
 
 def _make_received_gradient(chunk: Chunk, value: Value) -> Tensor | None:
-    """Return an empty meta tensor in place of the gradient that the next pipeline chunk sends back
-    for `value`; None for a value without a gradient."""
+    """Return an empty meta tensor that stands for the gradient that the next pipeline chunk sends
+    back for `value`; None for a value without a gradient."""
     if not value.requires_grad:
         return None
     layout = TensorLayout(chunk.mesh, chunk.decisions.departures[value.name])
@@ -472,8 +479,7 @@ def sum_by_category(first: BytesByCategory, *others: BytesByCategory) -> BytesBy
 
 
 class DryRunCache:
-    """Cache of dry runs by chunk, so that chunks that are equal in several candidate plans run
-    once.
+    """Cache of dry runs by chunk, so that a chunk of several candidate plans runs once.
 
     Args:
         on_accelerator: whether the devices are accelerators, which save other tensors for the

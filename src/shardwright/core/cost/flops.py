@@ -106,7 +106,8 @@ rule is registered."""
 
 @dataclass(frozen=True, slots=True)
 class _WorkCacheKey:
-    """Cache key of an operator: the identity of its rule, and which tensors need a gradient."""
+    """Cache key of an operator: the identity of its rule, and which of its tensors need
+    gradients."""
 
     rule_id: int
     needs_gradient: tuple[bool, ...]
@@ -174,8 +175,8 @@ def _compute_work(
 
 
 def _operands_of_product(op: Op) -> slice:
-    """Return the slice of `op.inputs` with the factors of the product, without the tensor that
-    `addmm` adds."""
+    """Return the slice of `op.inputs` that a matrix product multiplies, without the addend of
+    `addmm`."""
     return slice(int(op.target in _WITH_ADDED_TENSOR), None)
 
 
@@ -233,8 +234,7 @@ def _matmul_dims(
 def _tensor_bytes(
     op: Op, rule: ShardingRule | None
 ) -> tuple[list[tuple[int, frozenset[str]]], list[tuple[int, frozenset[str]]]]:
-    """Return two lists, for the inputs and the outputs of `op`, with (bytes, factors that shard the
-    tensor) of each tensor."""
+    """Return (bytes, factors that shard the tensor) of each input, and of each output, of `op`."""
 
     def tensor(value: Value, dims: tuple[str | None, ...]) -> tuple[int, frozenset[str]]:
         factors = rule.factors_of(dims) if rule is not None else frozenset[str]()

@@ -2,7 +2,7 @@
 
 PyTorch chooses a kernel of `scaled_dot_product_attention`, `rms_norm` and `dropout` by device. On
 the meta device it would decompose them into operators that save more tensors for the backward pass:
-the scores of attention, the normalized input of a norm, a mask in the dtype of the input.
+the scores of attention, the normalized input of a norm, a dropout mask in the dtype of the input.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class Clock:
 
     Args:
         processes: number of processes.
-        wait_for_others: function that blocks until all processes call it.
+        wait_for_others: function that blocks until all processes have called it.
     """
 
     processes: int = 1

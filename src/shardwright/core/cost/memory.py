@@ -275,8 +275,11 @@ def _local_bytes(value: Value, chunk: Chunk, dtype: torch.dtype) -> int:
 
 
 def _live_bytes_between_micro_batches(chunk: Chunk) -> int:
-    """Return the bytes of gathered or cast parameters, and of full gradients beyond their shards,
-    that are alive between the micro-batches of a step."""
+    """Return the bytes of parameters and gradients that stay alive between the micro-batches of a
+    step, beyond the stored shards.
+
+    They are gathered or cast copies of parameters, and with ZeRO-1 full gradients.
+    """
     mesh, decisions = chunk.mesh, chunk.decisions
     level = None if decisions.sharding is None else decisions.sharding.level
     parameters = [each for each in chunk.graph.parameters if each.requires_grad]
@@ -328,8 +331,7 @@ _PASSES_WITH_GRADIENTS = {
     BACKWARD: (BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT),
     BACKWARD_WEIGHT: (BACKWARD, BACKWARD_WEIGHT),
 }
-"""Types of passes that accumulate into parameter gradients, by type of the pass that created them.
-"""
+"""Pass types that add to gradients of parameters, by the pass type that allocated the gradients."""
 
 
 @dataclass(frozen=True)
@@ -475,15 +477,16 @@ class BorderBytes:
     bytes per micro-batch.
 
     A dry run of one chunk allocates its inputs and the gradients of its outputs, and frees both at
-    the end of the backward pass. If the neighbor is on the same stage, the neighbor owns these
-    tensors, so they must not count twice and may live longer.
+    the end of the backward pass. A neighbor on the same stage owns these tensors, so they must not
+    count twice and may live longer.
 
     Args:
         inputs: bytes of inputs that are outputs of the previous chunk on the same stage.
         gradients: bytes of gradients of outputs that the next chunk on the same stage computes.
         returned: bytes of gradients of inputs, which outlive the backward pass.
-        is_previous_on_stage: whether the previous chunk, which reads these gradients, is on the
-            same stage. Otherwise they are sent, and only one micro-batch's are alive at a time.
+        is_previous_on_stage: whether the previous chunk, which reads the `returned` gradients, is
+            on the same stage. Otherwise they are sent, and those of one micro-batch are alive at a
+            time.
     """
 
     inputs: int = 0
@@ -492,8 +495,8 @@ class BorderBytes:
     is_previous_on_stage: bool = False
 
     def shared_bytes(self, pass_type: str) -> int:
-        """Return the bytes that the dry run of a pass allocates, although a neighboring chunk on
-        the same stage has allocated them.
+        """Return the bytes that the dry run of a pass counts, but that a neighboring chunk on the
+        same stage has allocated.
 
         Args:
             pass_type: pass, one of `F`, `B`, `I`, `W`.
@@ -503,7 +506,7 @@ class BorderBytes:
         return self.gradients if pass_type in (BACKWARD, BACKWARD_INPUT) else 0
 
     def border_change(self, pass_type: str, repeats_pass: bool) -> int:
-        """Return the bytes that stay allocated after a pass, in addition to those of its dry run.
+        """Return the bytes that stay allocated after a pass, although its dry run frees them.
 
         Args:
             pass_type: pass, one of `F`, `B`, `I`, `W`.
@@ -520,8 +523,8 @@ class BorderBytes:
 
 
 def border_bytes(chunk: Chunk, pipeline: PipelineSpec) -> BorderBytes:
-    """Return the bytes that a dry run of `chunk` counts twice or frees too early, since it runs
-    without the neighboring chunks."""
+    """Return the corrections of the dry run of `chunk`, which runs without its neighboring
+    chunks."""
 
     def on_same_stage(index: int) -> bool:
         return 0 <= index < pipeline.num_chunks and pipeline.stage_of(index) == chunk.stage

@@ -1,8 +1,8 @@
 """Seconds that Muon takes to orthogonalize matrices in an optimizer step.
 
-The n devices over which matrices are sharded process n matrices at a time (`core/runtime/muon.py`):
-an all-to-all collects the matrices, each device orthogonalizes one, and an all-to-all returns the
-shards.
+The n devices that shard a matrix process n matrices at a time (`core/runtime/muon.py`): an
+all-to-all gives each device one full matrix, each device orthogonalizes it, and an all-to-all
+returns the shards.
 """
 
 from __future__ import annotations

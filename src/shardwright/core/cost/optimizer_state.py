@@ -1,12 +1,14 @@
 """Bytes of optimizer state, and of temporary tensors of an optimizer step.
 
 Both are measured: two steps of the PyTorch optimizer run on the meta device for each parameter
-shape. An optimizer that reads values runs on a small parameter instead. The dims of this parameter
-have different prime sizes, so that the size of a state tensor's dim identifies the corresponding
-dim of the parameter. With an optimizer instance, a parameter has the options of its parameter
-group; a parameter in no group has no state. State computed from the parameter or its gradient
-(`zeros_like(p)`) is a DTensor sharded like the parameter; state created from a shape
-(`torch.zeros(p.shape)`) is replicated on every device.
+shape. An optimizer that reads values runs on a small real parameter instead. Its dims have
+different prime sizes, so that the size of a state tensor's dim identifies the corresponding dim of
+the parameter.
+
+With an optimizer instance, a parameter has the options of its parameter group; a parameter in no
+group has no state. State computed from the parameter or its gradient (`zeros_like(p)`) is a DTensor
+sharded like the parameter. State created from a shape (`torch.zeros(p.shape)`) is replicated on
+every device.
 """
 
 from __future__ import annotations
@@ -111,7 +113,7 @@ def optimizer_bytes(
     # A step of LBFGS needs a closure, and its state is flat, over all parameters.
     if isinstance(optimizer, torch.optim.LBFGS):
         return _lbfgs_bytes(optimizer, shards)
-    factories = _factories_by_shard(optimizer, shards)
+    factories = _optimizer_factories_of_shards(optimizer, shards)
     # Layers repeat shapes, and a measurement runs two steps. Results of instances are cached in
     # this call only, since each call makes new constructors of their groups.
     measures = {
@@ -180,7 +182,7 @@ def orthogonalized_parameters(
     return frozenset(
         value.name
         for value, shard, make_optimizer in zip(
-            values, shards, _factories_by_shard(optimizer, shards), strict=True
+            values, shards, _optimizer_factories_of_shards(optimizer, shards), strict=True
         )
         if make_optimizer is not None and is_orthogonalized_by(optimizer, shard)
     )
@@ -190,11 +192,10 @@ StateFactory = str | MakeOptimizer
 """Name of an optimizer in `OPTIMIZERS`, or a function that creates an optimizer."""
 
 
-def _factories_by_shard(
+def _optimizer_factories_of_shards(
     optimizer: str | torch.optim.Optimizer, shards: Sequence[TrainedShard]
 ) -> list[StateFactory | None]:
-    """Return the name or constructor of each parameter's optimizer; None for a parameter that the
-    optimizer does not update."""
+    """Return for each shard the name or constructor of its optimizer; None if it is not updated."""
     if isinstance(optimizer, str):
         # Raises for an unknown name, also if there are no parameters.
         _optimizer_factory(optimizer)
@@ -233,8 +234,8 @@ def _optimizer_factory_of_group(
 
 
 def _lbfgs_bytes(optimizer: torch.optim.LBFGS, shards: Sequence[TrainedShard]) -> OptimizerBytes:
-    """Return the memory of LBFGS: a direction, a gradient and two histories of vectors, each over
-    all parameters and replicated on every device."""
+    """Return the memory of LBFGS, whose vectors over all parameters are replicated on every device:
+    a direction, a gradient, and two histories of vectors."""
     history = max(group["history_size"] for group in optimizer.param_groups)
     vector = sum(prod(shard.full) * shard.dtype.itemsize for shard in shards)
     # The gradient, its difference to the previous one, and the direction times the learning rate.
@@ -271,7 +272,8 @@ def _named_optimizer_bytes(
 
 
 class _DerivedTensor(Tensor):
-    """Meta tensor that is a parameter or computed from one, and so a DTensor in training."""
+    """Meta tensor that is a parameter or computed from one, so that training has it as a
+    DTensor."""
 
 
 def _optimizer_bytes_of_parameter(
@@ -302,8 +304,8 @@ def _optimizer_bytes_of_parameter(
 
 
 def _replicated_state_bytes(make_optimizer: MakeOptimizer, shape: Shape, dtype: torch.dtype) -> int:
-    """Return the bytes of optimizer state that is created from a parameter's shape, and so is
-    replicated even if the parameter is sharded."""
+    """Return the bytes of optimizer state that is replicated even if the parameter is sharded,
+    because it is created from the parameter's shape."""
     parameter = torch.empty(shape, dtype=dtype, device="meta")
     optimizer = make_optimizer([_make_derived_parameter(parameter)])
     optimizer.step()
@@ -359,7 +361,7 @@ def _extrapolate_optimizer_bytes(
 def _scaled_numel(
     state: Shape, sizes: Mapping[int, int], small_numel: int, actual_numel: int
 ) -> int:
-    """Return the number of elements of a state tensor, scaled from a small parameter.
+    """Return the number of elements of a state tensor, extrapolated from a small parameter.
 
     Args:
         state: shape of the state tensor of the small parameter.

@@ -302,8 +302,8 @@ class _PassWithDependencies:
         stage: index of the stage that runs the action.
         previous: index of the pass that the stage runs before this one; None for the first.
         sender: index of the pass that computes the inputs; None for inputs of the model.
-        border: index of the chunk whose outputs, or their gradients, are sent between stages; None
-            if nothing is sent.
+        border: index of the chunk that sends its outputs to another stage, or that receives their
+            gradients; None if the pass receives nothing from another stage.
     """
 
     action: Action
@@ -362,8 +362,10 @@ def _passes_in_dependency_order(
 
 
 def _find_sender_candidates(pipeline: PipelineSpec, action: Action) -> list[Action]:
-    """Return the possible actions that compute the inputs of `action`, one of which is in the
-    schedule; [] if the inputs are those of the model."""
+    """Return the possible actions that compute the inputs of `action`; [] for inputs of the model.
+
+    A schedule contains exactly one of them.
+    """
     chunk, micro_batch = action.chunk, action.micro_batch
     if action.pass_type == FORWARD:
         return [Action(chunk - 1, FORWARD, micro_batch)] if chunk else []

@@ -184,8 +184,8 @@ class Predicted:
     def spare_seconds(self) -> float:
         """Upper bound on the seconds of additional computation that do not lengthen the step.
 
-        The sum of the seconds that would hide exposed communication of parameters, and of the
-        seconds for which stages wait for the slowest stage.
+        This is the exposed communication of parameters, which further computation would hide, plus
+        the mean time for which stages wait for the slowest stage.
         """
         exposed = self._sum_seconds_by_stage(
             lambda chunk: chunk.exposed + chunk.micro_batches * sum(chunk.exposed_per_micro_batch)
@@ -260,9 +260,10 @@ def predict(
 
 
 def _shared_gradient_seconds(partitioned: Partitioned, model: TimeModel) -> list[float]:
-    """Return the seconds of each stage for all-reducing gradients of parameters that stages share.
+    """Return for each stage the seconds to all-reduce the gradients of parameters that stages
+    share.
 
-    Each parameter takes one all-reduce; all-reduces do not overlap each other.
+    Each parameter has its own all-reduce; all-reduces do not overlap each other.
     """
     seconds = [0.0] * partitioned.pipeline.stages
     devices = partitioned.mesh.num_devices

@@ -22,8 +22,8 @@ PIPELINED_OPERATIONS = ("all_gather", "reduce_scatter")
 
 
 def product_overlaps(graph: Graph, communication: Communication) -> dict[Transfer, Overlap]:
-    """Return the matrix products that can be pipelined with each all-gather and reduce-scatter of
-    an activation: the products right before and after the collective.
+    """Return, for each all-gather and reduce-scatter of an activation, the matrix products right
+    before and after it, which kernels can pipeline with the collective.
 
     Args:
         communication: communication of `graph`.

@@ -94,8 +94,8 @@ class StepTime:
 
     @property
     def exposed_per_micro_batch(self) -> ForwardBackward:
-        """Exposed seconds (forward, backward) of gathering parameters and reducing gradients in
-        each micro-batch."""
+        """Exposed (forward, backward) seconds, in each micro-batch, of communicating parameters and
+        gradients."""
         return (
             self._exposed_seconds(self.gathers_per_micro_batch, self.forward - self.forward_hidden),
             self._exposed_seconds(
@@ -105,8 +105,8 @@ class StepTime:
 
     @property
     def exposed_per_step(self) -> ForwardBackward:
-        """Exposed seconds (forward, backward) of gathering parameters and reducing gradients once
-        per step."""
+        """Exposed (forward, backward) seconds, once per step, of communicating parameters and
+        gradients."""
         # Gathers overlap the forward pass of the first micro-batch, and reductions the backward
         # pass of the last.
         forward = max(0.0, self.forward - self.forward_hidden - self.gathers_per_micro_batch)
@@ -122,8 +122,8 @@ class StepTime:
         return sum(self.exposed_per_step)
 
     def _exposed_seconds(self, communication: float, computation: float) -> float:
-        """Return the exposed seconds of `communication`, plus the seconds by which its overlapped
-        part slows down `computation`."""
+        """Return the seconds by which `communication` lengthens `computation`: its exposed seconds,
+        plus the slowdown by overlapped seconds."""
         if not self.overlaps_parameters:
             return communication
         # max(0, G − B) + s · min(G, B) for G seconds beside B of computation and slowdown s.
@@ -224,8 +224,7 @@ def hidden_seconds(
 ) -> dict[Transfer, ForwardBackward]:
     """Return the (forward, backward) seconds of each redistribution that overlap computation.
 
-    An operator hides at most its own seconds of communication, even if several redistributions
-    overlap it.
+    An operator hides at most its own seconds, even if it overlaps several redistributions.
     """
     delayed = {op for overlap in overlaps.values() for op in overlap.delayed_linears}
     spare_seconds: dict[tuple[str, str], float] = {}
@@ -248,7 +247,7 @@ def hidden_seconds(
         return seconds - remaining
 
     hidden = {}
-    shares = _sent_fractions(graph, communication, cuts, model)
+    shares = _sent_byte_fractions(graph, communication, cuts, model)
     for transfer, overlap in overlaps.items():
         sent, returned = _transfer_seconds(transfer, shares, model)
         # Of a collective that is pipelined with a product the first or the last part stays exposed.
@@ -286,7 +285,7 @@ def activation_seconds(
     bucketed = {
         id(t) for b in communication.buckets for member in b.members for t in member.transfers
     }
-    shares = _sent_fractions(graph, communication, cuts, model)
+    shares = _sent_byte_fractions(graph, communication, cuts, model)
     for transfer in communication.transfers:
         if id(transfer) not in bucketed:
             forward_part, backward_part = _transfer_seconds(transfer, shares, model)
@@ -294,11 +293,15 @@ def activation_seconds(
             yield transfer, transfer.step.axes, (forward_part, backward_part + repeated)
 
 
-def _sent_fractions(
+def _sent_byte_fractions(
     graph: Graph, communication: Communication, cuts: Mapping[str, Cuts], model: TimeModel
 ) -> Mapping[Transfer, float]:
-    """Return the fraction of the tensor's bytes that a redistribution to or from a mixture of
-    experts sends, by redistribution; {} on devices that send every token to all experts."""
+    """Return for each redistribution to or from a mixture of experts the fraction of the tensor's
+    bytes that it sends.
+
+    Returns:
+        {} on devices that send every token to all experts.
+    """
     device = model.device
     if not device.sends_routed_tokens:
         return {}
@@ -311,7 +314,7 @@ def _transfer_seconds(
     """Return the (forward, backward) seconds of one redistribution in one micro-batch.
 
     Args:
-        shares: fraction of the bytes that is sent, by redistribution; 1 if missing.
+        shares: fraction of the tensor's bytes that each redistribution sends; 1 if missing.
     """
     share = shares.get(transfer, 1.0)
     forward, backward = model.step_seconds(transfer.step, transfer.value, transfer.trained)
@@ -346,8 +349,8 @@ def _sum_seconds(pairs: Iterable[ForwardBackward]) -> ForwardBackward:
 
 
 def _collective_seconds_of_bucket(bucket: Bucket, model: TimeModel) -> ForwardBackward:
-    """Return the seconds of one all-gather of a bucket's parameters, and those of one reduction of
-    its gradients; 0 for a collective that the bucket does not run."""
+    """Return the (all-gather, gradient reduction) seconds of one parameter bucket; 0 for a
+    collective that the bucket does not run."""
     # Each gather multiplies the size of the local tensor.
     gather = reduce = 0.0
     copy_seconds = model.host_seconds(MEMBER_OPERATORS * len(bucket.members))

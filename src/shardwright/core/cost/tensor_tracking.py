@@ -23,8 +23,8 @@ from shardwright.core.torch_internals.operators import schema_of
 from shardwright.core.torch_internals.tensors import storage_id
 
 PARAMETERS, WEIGHTS = "parameters", "weights"
-"""Categories of storages: stored parameters, and tensors computed only from parameters, such as
-gathered, cast or concatenated parameters."""
+"""Categories of storages: stored parameters; and gathered, cast or concatenated parameters, which
+are computed only from parameters."""
 
 
 class TrackedStorage:
@@ -100,8 +100,8 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             storage.category = storage.category or category
 
     def events_until_peak(self, start: int = 0, end: int | None = None) -> int:
-        """Return the number of allocations and frees until the peak of live bytes between the
-        allocations or frees with indices `start` and `end`."""
+        """Return the number of allocations and frees until live bytes reach their peak, from index
+        `start` to `end - 1` of `history`."""
         return start + events_at_peak(self.history[start:end])
 
     def bytes_between(self, end: int, start: int = 0) -> dict[str, int]:
@@ -133,13 +133,13 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def track_results(self, out: Any, args: tuple[Any, ...]) -> None:
         """Track the tensors that an operator returned for the arguments `args`."""
         if isinstance(out, Tensor):
-            self._track_result(out, args)
+            self._track_operator_result(out, args)
         elif isinstance(out, list | tuple):
             for each in out:
                 if isinstance(each, Tensor):
-                    self._track_result(each, args)
+                    self._track_operator_result(each, args)
 
-    def _track_result(self, out: Tensor, args: tuple[Any, ...]) -> None:
+    def _track_operator_result(self, out: Tensor, args: tuple[Any, ...]) -> None:
         # A view shares a storage that is tracked already.
         if storage_id(out) not in self._storages:
             self._track_storage(out, WEIGHTS if self._are_computed_from_parameters(args) else "")
@@ -176,7 +176,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _current_program_line() -> int:
-    """Return the current line of the generated program on the call stack; 0 without a program."""
+    """Return the line of the generated program that is running; 0 outside of the program."""
     # `traceback` would build a list of all frames, and this function runs for every new tensor.
     frame: FrameType | None = sys._getframe(1)
     for _ in range(_MAX_FRAMES):

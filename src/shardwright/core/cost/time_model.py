@@ -197,7 +197,9 @@ class TimeModel:
         self, axes: Axes, num_bytes: float, collective: str = "all_reduce"
     ) -> float:
         """Return the seconds, times `parameter_weight`, that a tensor adds to a bucketed
-        collective: the seconds for its bytes, and a part of the bucket's latency.
+        collective.
+
+        The latency counts in proportion to the tensor's part of a bucket.
 
         Args:
             num_bytes: bytes of the local input or output, whichever is larger.
@@ -211,11 +213,11 @@ class TimeModel:
     def parameter_seconds(
         self, varying: Axes, replicated: Axes, num_bytes: float
     ) -> tuple[float, float]:
-        """Return the seconds of all-gathering a parameter and those of reducing its gradient, both
-        bucketed and multiplied by `parameter_weight`.
+        """Return the (all-gather, gradient reduction) seconds of a parameter, both bucketed and
+        multiplied by `parameter_weight`.
 
-        ZeRO shards over all axes that replicate a parameter. Axes that also replicate the
-        computation need no reduction of the gradient.
+        ZeRO shards over all axes that replicate a parameter. Only `varying` axes need a reduction
+        of the gradient, as the others also replicate the computation.
 
         Args:
             varying: axes over which the gradient is a partial sum.

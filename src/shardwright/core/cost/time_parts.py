@@ -45,8 +45,7 @@ class TimePart:
 
 
 _SecondsByKindAndAxes = dict[tuple[str, Axes, bool], float]
-"""Seconds of a step, by (type of computation or of communicated data, mesh axes, whether the
-seconds overlap computation)."""
+"""Seconds of a step, by (entry of `KINDS`, mesh axes, whether the seconds overlap computation)."""
 
 
 def time_parts(partitioned: Partitioned, predicted: Predicted) -> tuple[TimePart, ...]:
@@ -62,7 +61,7 @@ def time_parts(partitioned: Partitioned, predicted: Predicted) -> tuple[TimePart
     model = TimeModel(predicted.cluster, partitioned.mesh, pipeline.stages)
     stages: list[_SecondsByKindAndAxes] = [defaultdict(float) for _ in range(pipeline.stages)]
     for chunk, time in zip(partitioned.chunks, predicted.chunks, strict=True):
-        for component, axes, seconds, hidden in _chunk_time_parts(chunk, time, model, predicted):
+        for component, axes, seconds, hidden in _time_parts_of_chunk(chunk, time, model, predicted):
             stages[chunk.stage][component, tuple(sorted(axes)), False] += seconds - hidden
             stages[chunk.stage][component, tuple(sorted(axes)), True] += hidden
     # Stages on separate devices run at the same time, so the slowest stage determines the step.
@@ -92,7 +91,7 @@ def _sum_exposed_seconds(seconds_of: _SecondsByKindAndAxes) -> float:
     return sum(seconds for (_, _, hidden), seconds in seconds_of.items() if not hidden)
 
 
-def _chunk_time_parts(
+def _time_parts_of_chunk(
     chunk: Chunk, time: StepTime, model: TimeModel, predicted: Predicted
 ) -> Iterator[tuple[str, Axes, float, float]]:
     """Yield the seconds per step of each operator and each collective of a chunk.

@@ -1,11 +1,13 @@
 """Fraction of the tokens that expert parallelism sends, if tokens are sent only to their experts.
 
 A plan gathers the tokens of all devices along the axes of the experts, and sums their outputs.
-Megatron Core and torchtitan send each token once to each of its experts, by all-to-all (Lepikhin et
-al., "GShard", arXiv:2006.16668): of d devices only k receive it, for k experts per token. DeepEP
-sends a token once to a device with several of its experts. Redistributions that follow, such as
-those over tensor-parallel devices, also send only these tokens. The weights of experts are stored
-in the layout that the kernels read, so they are not redistributed.
+Megatron Core and torchtitan instead send each token once to each of its experts, by all-to-all
+(Lepikhin et al., "GShard", arXiv:2006.16668): at most k of d devices receive it, for k experts per
+token. DeepEP sends a token once to a device with several of its experts.
+
+Later steps of a redistribution, such as those over tensor-parallel devices, also send only these
+tokens. The weights of experts are stored in the layout that the kernels read, so they are not
+redistributed.
 """
 
 from __future__ import annotations
@@ -27,8 +29,8 @@ SUMS = ("reduce_scatter", "all_reduce")
 def routed_shares(
     graph: Graph, communication: Communication, cuts: Mapping[str, Cuts], sends_once: bool = False
 ) -> dict[Transfer, float]:
-    """Return, for each redistribution step to or from a mixture of experts, the fraction of its
-    bytes that is sent if each token is sent only to its experts.
+    """Return for each redistribution step to or from a mixture of experts the fraction of its bytes
+    that it sends, if each token is sent only to its experts.
 
     Args:
         communication: communication of `graph`.
