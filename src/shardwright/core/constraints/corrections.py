@@ -1,5 +1,4 @@
-"""Suggest valid strategies for an operator whose strategy requests different shardings of one
-factor."""
+"""Correct the strategy of an operator that requests two different shard counts of one factor."""
 
 from __future__ import annotations
 

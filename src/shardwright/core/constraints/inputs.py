@@ -57,12 +57,12 @@ def input_entries(graph: Graph, strategy: DatasetStrategy) -> dict[str, Entry]:
 def sharded_input_axes(
     graph: Graph, mesh: DeviceMatrix, strategy: DatasetStrategy
 ) -> dict[str, tuple[Axes, ...]]:
-    """Map the name of each input that ranks pass as local shards to the mesh axes of its
-    dimensions.
+    """Return the mesh axes that shard each dimension of the inputs that ranks pass as local shards,
+    by input name.
 
     Raises:
-        StrategyError: if an input cannot be sharded as requested; the message has its shape and
-            the valid values.
+        StrategyError: if an input cannot be sharded as requested; the message has its shape and the
+            valid values.
     """
     # Before the names, since this also validates them.
     entries = input_entries(graph, strategy)

@@ -86,7 +86,8 @@ named axes (`AxisDims`), or None if it follows from other tensors."""
 
 @dataclass(frozen=True)
 class NamedStrategy:
-    """The requested sharding of one operator or boundary, by names of axes or of arguments.
+    """The requested sharding of an operator, or of the tensors that enter and leave a module, with
+    names of axes or of arguments.
 
     Args:
         inputs: one entry per tensor input in the order of the operator's arguments, or entries by
@@ -247,7 +248,7 @@ def check_axis_names(names: Iterable[str], matrix: DeviceMatrix | None) -> None:
         if named:
             sizes = ", ".join(f"{axis!r}: …" for axis in named)
             raise StrategyError(
-                f"pins name the axes {_quote(named)}, whose sizes are unknown\n"
+                f"pins name the axes {_format_quoted_names(named)}, whose sizes are unknown\n"
                 f"pass the sizes to `plan`: axes={{{sizes}}}"
             )
         return
@@ -264,13 +265,13 @@ def check_axis_names(names: Iterable[str], matrix: DeviceMatrix | None) -> None:
     # be misspelled.
     if absent and unnamed:
         raise StrategyError(
-            f"pins name the axes {_quote(absent)}, which are not in axes ({matrix.sizes}), but"
-            f" no pin names {_quote(unnamed)}\ncorrect the names, or add"
-            f" {', '.join(f'{axis!r}: 1' for axis in absent)} to `axes` if there are no such axes"
+            f"pins name the axes {_format_quoted_names(absent)}, which are not in axes"
+            f" ({matrix.sizes}), but no pin names {_format_quoted_names(unnamed)}\ncorrect the"
+            f" names, or add {', '.join(f'{axis!r}: 1' for axis in absent)} to `axes` if there are no such axes"
         )
 
 
-def _quote(names: Iterable[str]) -> str:
+def _format_quoted_names(names: Iterable[str]) -> str:
     return ", ".join(map(repr, names))
 
 
@@ -344,8 +345,8 @@ def argument_names(call: inspect.BoundArguments) -> tuple[str, ...]:
 def _order_entries_by_position(
     op: Op, graph: Graph, entries: Mapping[str, RequestedEntry]
 ) -> tuple[RequestedEntry, ...]:
-    """Convert strategy entries, by name of an argument, parameter or buffer, to one entry per input
-    of `op`; None for an input without an entry."""
+    """Return one entry per input of `op`, None by default, from entries by the name of an argument,
+    parameter or buffer."""
     positions = _find_argument_positions(op)
     for index, value in enumerate(op.inputs):
         prefix = f"{op.module}." if op.module else ""
@@ -370,8 +371,11 @@ def _order_entries_by_position(
 
 
 def _find_argument_positions(op: Op) -> dict[str, int]:
-    """Return the input index of each argument of the pinned call, by argument name; empty if the
-    positions are unknown."""
+    """Return the input index of each named argument of the pinned operator, by argument name.
+
+    Returns:
+        {} if capture dropped or added inputs, so that the indices are unknown.
+    """
     tag = next((tag for tag in op.tags if isinstance(tag, OperatorArguments)), None)
     # Capture may drop the last argument, a bias, but where others are dropped positions differ.
     if tag is None or len(op.inputs) > len(tag.names):

@@ -118,7 +118,8 @@ class StrategyParser:
         return requests
 
     def _split_joined_requests(self, requests: Mapping[str, _DimRequest]) -> dict[str, _DimRequest]:
-        """Split the request for a dimension of two joined factors into one request per factor.
+        """Return `requests` with each request for a dimension of two joined factors split into one
+        request per factor.
 
         In attention, `ring` shards the keys and the queries, and `s` shards the queries further: 8
         shards of the queries and 4 of the keys mean 4 shards of `ring` and 2 of `s`.
@@ -140,11 +141,16 @@ class StrategyParser:
     def _split_joint_request(
         self, outer: _DimRequest, joint: _DimRequest
     ) -> tuple[_DimRequest, _DimRequest] | None:
-        """Split `joint`, the request for a dimension that both factors shard, into one request per
+        """Split the request for a dimension that two joined factors shard into one request per
         factor.
 
-        `outer` requests a dimension that only the outer factor shards. Returns (request for the
-        outer factor, request for the inner factor); None if shard counts or axes conflict.
+        Args:
+            outer: request for a dimension that only the outer factor shards.
+            joint: request for the dimension that both factors shard.
+
+        Returns:
+            (request for the outer factor, request for the inner factor); None if shard counts or
+            axes conflict.
         """
         if joint.num_shards % outer.num_shards:
             return None
@@ -225,8 +231,8 @@ class StrategyParser:
     def _parse_entry(
         self, tensor: str, entry: tuple[int, ...] | TensorLayout, shape: tuple[int, ...]
     ) -> tuple[tuple[int, ...], tuple[Axes, ...] | None]:
-        """Return the shard count of each dimension, and the mesh axes of each dimension if the
-        entry is a layout, otherwise None.
+        """Return (shard count of each dimension, mesh axes of each dimension); the axes are None
+        unless the entry is a layout.
 
         Args:
             tensor: name of the tensor in errors, such as `input 0`.
@@ -297,8 +303,8 @@ class StrategyParser:
     def _iterate_valid_strategies(
         self, first: _DimRequest, second: _DimRequest
     ) -> Iterator[OperatorStrategy]:
-        """Yield valid strategies similar to a strategy with two conflicting requests; strategies
-        that change only one entry come first."""
+        """Yield valid strategies without the conflict between two requests; strategies that change
+        only one entry come first."""
         equal = strategies_with_equal_counts(self.rule, self.strategy.inputs, self.mesh.num_devices)
         candidates = chain(self._replace_one_shard_count(first, second), equal)
         return (strategy for strategy in candidates if self._is_valid_strategy(strategy))
@@ -470,10 +476,11 @@ def axes_on_mesh(where: str, layout: TensorLayout, mesh: DeviceMatrix) -> tuple[
 
 
 def take_outer_axes(num_shards: int, free: list[int], mesh: DeviceMatrix) -> Axes | None:
-    """Remove from `free`, the unassigned axes, the outermost axes whose sizes multiply to
-    `num_shards`.
+    """Remove the outermost axes whose sizes multiply to `num_shards` from the unassigned axes
+    `free`.
 
-    Returns the removed axes in ascending order; None if no axes in `free` have this product.
+    Returns:
+        The removed axes in ascending order; None if no axes in `free` have this product.
     """
     chosen = []
     if mesh.num_devices % num_shards:

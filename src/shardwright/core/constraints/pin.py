@@ -2,8 +2,10 @@
 
 A pin of a module with submodules constrains its *boundary*: the tensors that it takes and returns.
 During tracing each of these tensors passes through an `aten.alias`, so that the graph has an
-operator to which the constraint applies. Only tracing shows whether a module without submodules, or
-a function, is a single operator; until then its aliases are *candidates*.
+operator to which the constraint applies.
+
+A module without submodules, or a function, may turn out to be a single operator, which is then
+pinned itself. As only its graph shows this, its aliases are *candidates* until the end of tracing.
 """
 
 from __future__ import annotations
@@ -118,7 +120,7 @@ class BoundaryPin(Pin, BoundaryTag):
 
 
 def tagged_calls(function: Any, tag: Any) -> Any:
-    """Wrap `function` so that the operators of each call are tagged with a new copy of `tag`.
+    """Wrap `function` so that the operators of each call have their own copy of `tag`.
 
     If `function` is already wrapped with a tag of the same class, `tag` replaces that tag.
     """
@@ -222,8 +224,8 @@ def _call_with_candidate_aliases(
 ) -> Any:
     """Call a function, and pass its tensor arguments and results through candidate aliases.
 
-    No alias is inserted if the strategy does not have one entry per tensor argument: its entries
-    then include weights, so that the function must be a single operator.
+    If the strategy does not have one entry per tensor argument, some entries are for weights, so
+    the function must be a single operator, and no aliases are inserted.
 
     Args:
         where: the function or module, for errors.

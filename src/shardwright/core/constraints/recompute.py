@@ -141,7 +141,8 @@ def recompute_of(graph: Graph) -> dict[str, Recompute]:
 def add_segments(
     graph: Graph, recomputed: dict[str, Recompute], ops: Sequence[Op], communication: bool
 ) -> None:
-    """Add operators, and the operators that save their results for backward, to `recomputed`.
+    """Add `ops` to `recomputed`, together with operators that would save the results of `ops` for
+    their backward pass.
 
     Consecutive operators, and operators that read each other's results, share a segment.
 
@@ -174,7 +175,7 @@ def _index_operators(graph: Graph) -> dict[str, int]:
 
 
 def _find_calls_to_recompute(graph: Graph) -> Iterator[tuple[int, _RequestedCall]]:
-    """Yield (id of its `RecomputeRequest`, call) for each call of a function to recompute.
+    """Yield (id of the call's `RecomputeRequest`, call) for each call of a function to recompute.
 
     Raises:
         StrategyError: if a call has no operator.
@@ -225,8 +226,7 @@ def _count_common_module_calls(calls: Sequence[tuple[str, ...]]) -> int:
 def _find_innermost_segment(
     op: Op, modules: Mapping[str, RecomputeRequest], functions: Mapping[int, _RequestedCall]
 ) -> _RequestedSegment | None:
-    """Return the segment of the innermost `recompute` call that covers an operator; None if none
-    does.
+    """Return the segment of the innermost `recompute` request around an operator, or None.
 
     Args:
         op: the operator.
@@ -286,9 +286,9 @@ def _add_operators_that_save_results(
 ) -> None:
     """Extend a segment by the operators that save its results for their backward pass.
 
-    Otherwise the saved results would stay in memory. Recomputation stops at the inputs of the
-    segment's last operator, so only that operator may be expensive. If another added operator is
-    expensive, the segment is not extended.
+    Otherwise the saved results would stay in memory. The segment is not extended if this would
+    recompute another compute-intensive operator. The last added operator may be one, since
+    recomputation stops at its inputs.
 
     Args:
         graph: the captured graph.

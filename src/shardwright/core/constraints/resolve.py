@@ -34,8 +34,7 @@ class ResolvedConstraints:
         mesh: device matrix with axes of prime size, on which all layouts of the user can be
             expressed.
         cuts: the mesh axes of each sharded factor, by pinned operator; `{}` for an operator pinned
-            as replicated. The bias of a pinned operator is sharded like the output to which it is
-            added.
+            as replicated. A bias that a separate operator adds is sharded like the pinned output.
         outputs: the output axes of each operator with an `out_strategy`, by operator.
     """
 
@@ -96,10 +95,11 @@ def resolve(
 
 
 def _unflatten_strategy(op: Op, strategy: OperatorStrategy, mesh: DeviceMatrix) -> OperatorStrategy:
-    """Convert a strategy for an input with flattened dimensions to the shapes in the graph.
+    """Return `strategy` for the shapes in the graph, if it has an entry for flattened dimensions.
 
     Where the user's code flattens leading dimensions, as in `x.view(-1, k) @ w`, the graph has the
-    unflattened dimensions. These get the shards that the user requests for the flattened one.
+    unflattened dimensions. They share the shards that the user requests for the flattened
+    dimension.
     """
 
     def unflatten_entry(value: Value, entry: Entry) -> Entry:
@@ -134,8 +134,8 @@ def _unflatten_strategy(op: Op, strategy: OperatorStrategy, mesh: DeviceMatrix) 
 def _assign_axes_to_dims(
     shape: Sequence[int], axes: Iterable[int], sizes: Iterable[int]
 ) -> list[list[int]]:
-    """Assign each axis to the outermost dimension whose local size is divisible by the size of the
-    axis; if there is none, to the last dimension.
+    """Assign each axis to the outermost dimension whose local size its size divides; if no
+    dimension is divisible, to the last.
 
     Args:
         shape: sizes of the dimensions.
@@ -157,16 +157,15 @@ def _assign_axes_to_dims(
 
 
 def _compute_output_axes(op: Op, mesh: DeviceMatrix, cuts: Cuts) -> tuple[Axes, ...]:
-    """Return the axes that shard each dimension of an operator's first output; for a partial sum,
-    after its all-reduce."""
+    """Return the axes that shard each dimension of an operator's first output, partial sums
+    all-reduced."""
     rule = rule_of(op)
     assert rule is not None
     return rule.layouts(mesh, cuts)[1][0].axes
 
 
 def _derive_cuts_from_input(op: Op, axes: tuple[Axes, ...]) -> dict[str, Axes]:
-    """Return the cuts of an operator, given the axes that shard each dimension of its first
-    input."""
+    """Return the cuts of an operator whose first input is sharded over `axes` in each dimension."""
     rule = rule_of(op)
     assert rule is not None
     factors = zip(rule.inputs[0], axes, strict=True)
@@ -249,7 +248,7 @@ def _assign_output_axes(
         )
     if isinstance(entry, TensorLayout):
         requested = axes_on_mesh(parser.op.name, entry, parser.mesh)
-        axes = requested if _only_appends_axes(requested, computed) else None
+        axes = requested if _only_appends_axes_of_sum(requested, computed) else None
     else:
         axes = _append_axes_of_sum(counts, computed)
     divides = all(size % count == 0 for size, count in zip(shape, counts, strict=True))
@@ -258,9 +257,9 @@ def _assign_output_axes(
     return axes
 
 
-def _only_appends_axes(requested: tuple[Axes, ...], computed: TensorLayout) -> bool:
-    """Whether each dimension of the `requested` layout has the axes of the `computed` layout,
-    followed only by axes of the partial sum."""
+def _only_appends_axes_of_sum(requested: tuple[Axes, ...], computed: TensorLayout) -> bool:
+    """Whether the `requested` layout only appends axes of the partial sum to those of the
+    `computed` layout, in each dimension."""
     return all(
         # A reduce-scatter subdivides the shards of a dimension, so its axes come last.
         axes[: len(computed_axes)] == computed_axes
@@ -270,10 +269,14 @@ def _only_appends_axes(requested: tuple[Axes, ...], computed: TensorLayout) -> b
 
 
 def _append_axes_of_sum(counts: tuple[int, ...], computed: TensorLayout) -> tuple[Axes, ...] | None:
-    """Append axes of the partial sum to the `computed` axes of each dimension, until the dimension
-    has the requested shard count.
+    """Append axes of the partial sum to the `computed` axes of each dimension, up to the requested
+    shard count.
 
-    Returns the axes of each dimension; None if no axes of the sum have the required product.
+    Args:
+        counts: requested shard count of each dimension.
+
+    Returns:
+        The axes of each dimension; None if no axes of the sum have the required product.
     """
     # Outermost first; `take_outer_axes` removes the axes that it takes.
     free, requested = sorted(computed.partial), []
@@ -320,8 +323,8 @@ def _make_output_error(
 def _iterate_reduce_scatter_counts(
     computed: TensorLayout, shape: tuple[int, ...]
 ) -> Iterator[tuple[int, ...]]:
-    """Yield the shard counts after a reduce-scatter of the partial sum onto one dimension, for each
-    dimension that it divides evenly."""
+    """Yield the shard counts after a reduce-scatter of the full partial sum onto one dimension, for
+    each dimension whose size permits it."""
     terms, counts = computed.layout.size(computed.partial), computed.shard_counts
     # Suggests only to scatter the whole sum onto one dimension.
     for dim, size in enumerate(shape):

@@ -210,7 +210,7 @@ def _is_boundary_alias(op: Operator) -> bool:
 
 
 def _find_module_paths(graph: Graph) -> dict[Pin, list[str]]:
-    """Return the paths of the module that each pin is stored on; a shared module has several."""
+    """Return the module paths of each pin; a shared module has several."""
     paths: dict[Pin, list[str]] = {}
     for path, pin in _iterate_pinned_modules(graph):
         paths.setdefault(pin, []).append(path)
@@ -263,8 +263,11 @@ def _operators_by_enclosing_module(graph: Graph) -> defaultdict[str, list[Operat
 
 
 def _find_main_operators(inside: list[Operator], path: str) -> list[Operator]:
-    """Return the main operator of each call of the module at `path`, which encloses the operators
-    `inside`."""
+    """Return the main operator of each call of the module at `path`.
+
+    Args:
+        inside: the operators of the module and its submodules.
+    """
     direct = [op for op in inside if op.module == path]
     where = f"module {path!r}" if path else "the model itself"
     # The boundary of a module with submodules is pinned when it is traced, which a graph from
@@ -308,7 +311,7 @@ def _find_single_operator(where: str, ops: Sequence[Operator]) -> Operator:
     count.
 
     Raises:
-        StrategyError: if several operators remain.
+        StrategyError: if several operators remain, or none.
     """
     # Capture has marked the operator of a call that also views, casts or creates tensors.
     ops = [op for op in ops if any(isinstance(tag, SoleOperator) for tag in op.tags)] or ops

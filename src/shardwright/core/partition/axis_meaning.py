@@ -98,8 +98,8 @@ def _choose_axis_name(meanings: set[Meaning | None], shards_storage: bool) -> st
 def _iterate_sharded_meanings(
     graph: Graph, decisions: Decisions
 ) -> Iterator[tuple[Meaning | None, Axes]]:
-    """Yield the meaning and the mesh axes of each sharded factor, of each dimension of a pinned
-    output, and of each dimension of a sharded input."""
+    """Yield (meaning, mesh axes) for each sharded factor, and for each dimension of pinned outputs
+    and sharded inputs."""
     trace = trace_meanings(graph)
     for op in graph.ops:
         for factor, axes in decisions.cuts.get(op.name, {}).items():

@@ -17,8 +17,8 @@ def chunk_key(chunk: Chunk) -> tuple[object, ...]:
 
 
 class _ChunkDescription:
-    """Hashable description of a pipeline chunk, with indices in place of names of values and
-    recomputed segments."""
+    """Hashable description of a pipeline chunk, in which values and recomputed segments have
+    indices instead of names."""
 
     def __init__(self, chunk: Chunk) -> None:
         self.chunk, self.decisions = chunk, chunk.decisions

@@ -127,8 +127,10 @@ class Communication:
 
     @cached_property
     def repeated_ops(self) -> frozenset[str]:
-        """Names of the recomputed operators whose kernels run again: recomputation of a segment
-        stops once it has all saved tensors."""
+        """Names of the recomputed operators whose kernels run again.
+
+        Other operators of a segment do not, as recomputation stops once all saved tensors exist.
+        """
         return frozenset(
             name for segment in self.segments if segment.trained for name in segment.repeated_ops
         )
@@ -148,11 +150,11 @@ class Communication:
 def communication(graph: Graph, mesh: DeviceMatrix, decisions: Decisions) -> Communication:
     """Return all communication of a program between the layouts that `decisions` imply.
 
-    Inputs are replicated unless `decisions.arrivals` contains them. The loss is returned
-    replicated, and so are all outputs of a model without a loss. If there is a loss, other outputs
-    are returned in the layout in which they are computed, unless `decisions.departures` or
-    `decisions.local_outputs` contains them. Gradients may flow into every output, but bytes
-    count only the gradients of `graph.trained`.
+    Inputs are replicated unless `decisions.arrivals` contains them. Outputs in
+    `decisions.departures` or `decisions.local_outputs` are returned in that layout. Of the others,
+    the loss, numbers and all outputs of a model without a loss are returned replicated, the rest as
+    computed. Gradients may flow into every output, but bytes count only the gradients of
+    `graph.trained`.
     """
     result = Communication(mesh)
     # Layouts of activations follow from the operators that compute them.
@@ -224,14 +226,15 @@ def default_storage(graph: Graph, mesh: DeviceMatrix, cuts: Mapping[str, Cuts]) 
     """Return the default storage of each parameter: the layout of its first use that shards it, or
     replicated if no use does."""
     return {
-        value.name: _find_first_sharded_axes(graph, mesh, cuts, value) for value in graph.parameters
+        value.name: _axes_of_sharded_use(graph, mesh, cuts, value) for value in graph.parameters
     }
 
 
-def _find_first_sharded_axes(
+def _axes_of_sharded_use(
     graph: Graph, mesh: DeviceMatrix, cuts: Mapping[str, Cuts], value: Value
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the axes that shard each dimension of a parameter in its first sharded use."""
+    """Return the axes that shard each dimension of a parameter in its first use with a sharded
+    layout."""
     # In graph order: the first operator to read the parameter needs it soonest.
     for op, index in graph.consumers[value]:
         rule = rule_of(op)
@@ -257,7 +260,7 @@ def _add_operator_transfers(
     else:
         inputs, outputs = rule.layouts(mesh, cuts)
         if rule.reductions is not no_reductions and (
-            inner := tuple(_iterate_inner_reductions(rule, op, mesh, cuts))
+            inner := tuple(_iterate_kernel_reductions(rule, op, mesh, cuts))
         ):
             result.reductions[op.name] = inner
     result.input_layouts[op.name] = inputs
@@ -271,7 +274,7 @@ def _add_operator_transfers(
         result.routes[op.name, index] = route
 
 
-def _iterate_inner_reductions(
+def _iterate_kernel_reductions(
     rule: ShardingRule, op: Op, mesh: DeviceMatrix, cuts: Cuts
 ) -> Iterator[InnerReduction]:
     for reduction in rule.reductions(op, rule.shard_counts(mesh, cuts)):

@@ -141,14 +141,14 @@ def adapt_decisions(decisions: Decisions, graph: Graph, mesh: DeviceMatrix) -> D
 def _reduce_cuts_to_divisible_axes(
     cuts: Mapping[str, Cuts], graph: Graph, mesh: DeviceMatrix
 ) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Return the cuts of the operators in `graph`, reduced to the leading axes by which the size of
-    the cut factor is divisible."""
+    """Return the cuts of the operators in `graph`, each reduced to its leading axes that divide the
+    sizes of its factor."""
     result = {}
     for op in graph.ops:
         rule = rule_of(op)
         if rule is not None and op.name in cuts:
             divisible_cuts = {
-                factor: _get_leading_divisible_axes(mesh, axes, rule.capacity[factor])
+                factor: _leading_axes_dividing_size(mesh, axes, rule.capacity[factor])
                 for factor, axes in cuts[op.name].items()
                 if factor in rule.factors
             }
@@ -159,11 +159,11 @@ def _reduce_cuts_to_divisible_axes(
 
 
 def _keep_divisible_output_layouts(outputs: Outputs, graph: Graph, mesh: DeviceMatrix) -> Outputs:
-    """Return the pinned output layouts of the operators in `graph`; None where sizes are not
-    divisible."""
+    """Return the pinned output layouts of the operators in `graph`; None for an output with sizes
+    that are not divisible."""
     return {
         op.name: tuple(
-            axes if axes is not None and _do_axes_divide_shape(mesh, axes, value.shape) else None
+            axes if axes is not None and _axes_divide_shape(mesh, axes, value.shape) else None
             for axes, value in zip(outputs[op.name], op.outputs, strict=False)
         )
         for op in graph.ops
@@ -171,7 +171,7 @@ def _keep_divisible_output_layouts(outputs: Outputs, graph: Graph, mesh: DeviceM
     }
 
 
-def _get_leading_divisible_axes(
+def _leading_axes_dividing_size(
     mesh: DeviceMatrix, axes: tuple[int, ...], capacity: int
 ) -> tuple[int, ...]:
     # Only leading axes, which are the most significant: new shards are unions of planned shards.
@@ -180,7 +180,7 @@ def _get_leading_divisible_axes(
     return axes[: divisible[-1]] if divisible else ()
 
 
-def _do_axes_divide_shape(
+def _axes_divide_shape(
     mesh: DeviceMatrix, axes: tuple[tuple[int, ...], ...], shape: tuple[int, ...]
 ) -> bool:
     # A count of 0 marks a tensor with another number of dimensions.

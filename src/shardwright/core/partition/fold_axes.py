@@ -20,12 +20,12 @@ def fold_axes(partitioned: Partitioned, unjoined_mesh: DeviceMatrix | None = Non
     joined axes by their meaning.
 
     Shards and communication of each device do not change. A search decides over axes of prime
-    sizes; plans, process groups and DTensor placements have the folded axes, such as (dp 128, tp 8)
-    on 1,024 devices.
+    sizes, while plans, process groups and DTensor placements have the folded axes, such as (dp 128,
+    tp 8) on 1,024 devices.
 
     Args:
-        unjoined_mesh: device matrix of the same ranks; axes are not joined across the boundary
-            between two of its axes.
+        unjoined_mesh: another device matrix of the same ranks; two axes are not joined if it also
+            has a boundary between axes at their boundary.
     """
     mesh = partitioned.mesh
     # Compared by strides, as the two matrices have different numbers of axes.
@@ -91,13 +91,14 @@ def split_axes(mesh: DeviceMatrix, decisions: Decisions) -> tuple[DeviceMatrix, 
 
 
 def _compute_axis_strides(mesh: DeviceMatrix) -> list[int]:
-    """Return the stride of each axis but the last: the product of the sizes of all inner axes."""
+    """Return the number of devices inside each axis (its stride in ranks), without the last
+    axis."""
     num_axes = len(mesh.device_matrix)
     return [mesh.size(range(axis + 1, num_axes)) for axis in range(num_axes - 1)]
 
 
 def _iterate_used_axes(partitioned: Partitioned) -> Iterator[Axes]:
-    """Yield each tuple of axes in decisions and redistributions; unordered axes are sorted."""
+    """Yield each tuple of axes that decisions or redistributions use; unordered axes are sorted."""
     decisions = partitioned.decisions
     for factors in decisions.cuts.values():
         yield from factors.values()

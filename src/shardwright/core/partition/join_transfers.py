@@ -10,8 +10,8 @@ from shardwright.core.layout.redistribution import joined_step
 from shardwright.core.partition.transfer import Transfer
 
 Routes = MutableMapping[Any, tuple[Transfer, ...]]
-"""Redistribution steps, in order, that bring a value to the layout in which it is read or returned;
-by consumer, or by returned value."""
+"""Transfers, in order, that bring a value to the layout in which it is read or returned; the key is
+the consumer or the returned value."""
 
 
 def join_transfers(

@@ -1,9 +1,9 @@
 """Overlap of activation redistributions with computation.
 
-A redistribution starts after the producer of its value and finishes before its first consumer; the
-redistribution of the gradient starts after the backward pass of the first consumer and finishes
-before that of the producer. If linear layers read the result, their weight gradients are delayed so
-that they overlap the communication of the input gradient, as in Megatron-LM.
+A redistribution starts after the producer of its value and finishes before its first consumer. In
+the backward pass, the redistribution of the gradient starts after the consumer and finishes before
+the producer. If linear layers read the result, their weight gradients are delayed so that they
+overlap the communication of the input gradient, as in Megatron-LM.
 
 Operators are not reordered. Lowering emits exactly the overlap that this module returns, and the
 time model counts exactly this overlap as hidden.
@@ -29,11 +29,10 @@ class Overlap:
     """Computation that overlaps a redistribution.
 
     Args:
-        overlapping_ops: operators between the producer of the redistributed value and the first
-            consumer of the result, which overlap the redistribution forward and backward; empty if
-            the redistribution starts at the consumer.
-        delayed_linears: linear layers that read the result, and whose weight gradients overlap the
-            redistribution of the gradient of the result.
+        overlapping_ops: operators between the producer of the value and the first consumer of the
+            result; empty if the redistribution starts at the consumer.
+        delayed_linears: linear layers that read the result; their weight gradients overlap the
+            redistribution of its gradient.
         fraction: fraction of the redistribution that may overlap.
     """
 
@@ -111,13 +110,13 @@ def _find_overlapping_ops(
 ) -> tuple[Op, ...]:
     """Return the operators between producer and first consumer of `transfer`; () if all are views.
 
-    A recomputed segment is a separate function, so start and finish must both be inside the same
-    segment or both outside of all segments.
+    A recomputed segment is a separate function. So the result is also () unless the redistribution
+    can start and finish in the same segment, or outside of all segments.
 
     Args:
         ops: operators from the producer to the first consumer, both included; to the last operator
-            if there is no consumer.
-        is_returned: whether the program returns the result, and no operator consumes the result.
+            if no operator reads the result.
+        is_returned: whether only the program's caller reads the result.
     """
     segment = transfer.segment
     boundary_ops = ops[:1] if is_returned else (ops[0], ops[-1])

@@ -1,8 +1,8 @@
 """Buckets: groups of parameters that are gathered, and whose gradients are reduced, together.
 
-The first `vary` and `all_gather` steps of the routes of parameters are coalesced: a bucket has one
-all-gather of all of its parameters, and for their gradients one reduce-scatter (if they are stored
-sharded), one all-reduce (if not), or both, with the all-reduce on shards (HSDP).
+A bucket coalesces the first `vary` and `all_gather` steps of the routes of its parameters into one
+all-gather. Their gradients have one reduce-scatter if they are stored sharded, one all-reduce if
+they are replicated, or both, with the all-reduce on shards (HSDP).
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ class Bucket:
 
     @property
     def steps(self) -> tuple[RedistributionStep, ...]:
-        """Redistribution steps of the first member, which differ from those of other members at
-        most in tensor dimensions."""
+        """Redistribution steps of the first member; those of other members differ at most in the
+        tensor dimensions that they shard."""
         return self.members[0].steps
 
     @property
@@ -142,8 +142,8 @@ class Bucket:
 
 
 def num_bucketed_steps(route: Sequence[Transfer]) -> int:
-    """Return the number of leading transfers of a parameter's route that are coalesced in a bucket:
-    at most one `vary`, then all-gathers."""
+    """Return the number of leading transfers of a parameter's route that a bucket coalesces: at
+    most one `vary`, then all-gathers."""
     # A `vary` after a gather would all-reduce the gathered gradient, which is larger than the
     # shard's.
     length = 0
@@ -165,8 +165,9 @@ def buckets(
 ) -> tuple[Bucket, ...]:
     """Return the buckets of all parameters, in order of first use.
 
-    A bucket has a single parameter, or at most `decisions.bucket_bytes` of gathered parameters,
-    and at most a quarter of all gathered parameters if a quarter is at least 1 MiB.
+    A bucket has at most `decisions.bucket_bytes` of gathered parameters, or a single larger
+    parameter. It also has at most a quarter of all gathered parameters, or 1 MiB if that is more,
+    so that there are several buckets to overlap.
 
     Args:
         routes: transfers to each input of an operator, by (operator name, input index).

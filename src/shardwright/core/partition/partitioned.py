@@ -96,8 +96,8 @@ class Partitioned:
 
     @cached_property
     def shared_gradients(self) -> tuple[tuple[tuple[int, ...], int], ...]:
-        """For each trained parameter that several stages read, the indices of these stages and the
-        bytes of the gradient on one device."""
+        """(Indices of the stages, bytes of the gradient on one device) of each trained parameter
+        that several stages read."""
         trained = {v.name: v for c in self.chunks for v in c.graph.parameters if v.requires_grad}
         shared = []
         # For example, the embedding in the first stage and the head in the last stage share a
@@ -121,9 +121,11 @@ class Partitioned:
         return first_stage_of
 
     def tensors_of(self, stage: int) -> tuple[list[Value], list[Value]]:
-        """Return the parameters and the buffers that a stage reads or updates: those of its chunks,
-        buffers that the prologue of a step reads if one of its chunks reads the results, and
-        buffers that Python code on every rank reads."""
+        """Return the parameters and the buffers that a stage reads or updates.
+
+        Besides those of the stage's chunks, these are buffers that Python code on every rank reads,
+        and the inputs of the prologue of a step if one of the chunks reads its results.
+        """
         # Dicts as sets that keep the order of the graph; chunks of a stage may share a parameter.
         parameters: dict[Value, None] = {}
         buffers: dict[Value, None] = {}
@@ -142,8 +144,8 @@ class Partitioned:
 
     @cached_property
     def shared_updates(self) -> dict[str, tuple[int, tuple[int, ...]]]:
-        """For each updated buffer that several stages own, by name: the stage that updates the
-        buffer, and all stages that own it."""
+        """(Updating stage, all stages with the buffer) of each updated buffer that several stages
+        have, by name."""
         stages = range(self.pipeline.stages)
         names_of_stage = [{v.name for v in chain(*self.tensors_of(stage))} for stage in stages]
         shared = {}
@@ -180,10 +182,10 @@ class Partitioned:
         return tuple((forward, backward) for forward, backward in sent_bytes)
 
     def _check_parameter_updates(self) -> None:
-        """Check that trained parameters which `forward` updates are read once per step.
+        """Check that a trained parameter that `forward` updates is read once per step.
 
-        The new value is written at the end of a call, so a second read of the parameter in the
-        same step would differ from a step on one device.
+        The new value is written at the end of a call, so a second read of the parameter in the same
+        step would differ from a step on one device.
 
         Raises:
             PlanError: if several chunks, micro-batches or gathers of `level3` would read an updated
@@ -249,7 +251,7 @@ class Partitioned:
         )
 
     def _sharding_axes_when_sent(self, value: Value) -> CutAxes:
-        """Return the axes that shard each dimension of a value when it is sent to the next
+        """Return the axes that shard each dimension of a value while it is sent to the next
         chunk."""
         producer = self.graph.producer[value]
         index = producer.outputs.index(value)
@@ -270,8 +272,8 @@ class Partitioned:
         )
 
     def _sharding_axes_of_first_consumer(self, value: Value) -> CutAxes:
-        """Return the axes that shard each dimension of a value in the layout required by its first
-        consumer with a sharding rule; replicated if no consumer has a rule."""
+        """Return the axes that shard each dimension of a value as its first consumer with a
+        sharding rule reads it; replicated if no consumer has a rule."""
         for consumer, index in self.graph.consumers[value]:
             rule = rule_of(consumer)
             if rule is not None:

@@ -29,9 +29,9 @@ class PipelineSpec:
         chunks: number of chunks per stage.
         chunk_of: chunk index of each operator, by operator name; empty with a single chunk.
         loss_reduction: reduction over the losses of micro-batches, `mean` or `sum`.
-        batch_dims: dimension that is split into micro-batches, for each leaf of the arguments of
-            the model, or None for a leaf that is not split; empty to split dimension 0 of all
-            leaves with the same size of dimension 0 as the first leaf.
+        batch_dims: dimension of each leaf of the model's arguments that is split into
+            micro-batches; None for a leaf that is not split. If empty, dimension 0 is split in all
+            leaves that have the same size there as the first leaf.
         batch_norm: samples over which batch norms compute statistics, one of `BATCH_NORMS`.
     """
 

@@ -60,8 +60,8 @@ class OperatorTransfers:
 
     @cached_property
     def first_consumer(self) -> dict[Transfer, str]:
-        """Name of the first operator that needs the result of each transfer, and before which the
-        transfer is emitted."""
+        """Name of the first operator that needs the result of each transfer; the transfer is
+        emitted right before it."""
         first_consumer: dict[Transfer, str] = {}
         for op in self.graph.ops:
             for _, transfer in self.transfers_to(op):
@@ -70,8 +70,7 @@ class OperatorTransfers:
         return first_consumer
 
     def sends(self, op: Op) -> bool:
-        """Whether `op` communicates inside its kernel, or a transfer emitted before it sends
-        data."""
+        """Whether `op` communicates inside its kernel, or a transfer right before it sends data."""
         emitted = (t for _, t in self.transfers_to(op) if self.first_consumer[t] == op.name)
         return op.name in self.communicating_ops or any(t.forward_bytes for t in emitted)
 
@@ -82,11 +81,12 @@ def recompute_segments(
     """Return the segments of operators with equal `Recompute` decisions; each can run as one
     function.
 
-    Other operators between the operators of a segment run before the segment, or after it if they
-    depend on its results. A segment is divided where an operator would read the result of an
-    operator that runs after the segment, or of a redistribution that is not repeated. If
-    communication is not repeated, a segment is also divided around operators that communicate
-    inside their kernels.
+    Operators in between that are not recomputed run before the segment, or after it if they depend
+    on its results. A segment is divided into several
+
+    - before an operator that reads a result of these later operators,
+    - before an operator that reads the result of a redistribution that is not repeated, and
+    - around operators that communicate inside their kernels, unless communication is repeated.
 
     Args:
         recompute: recomputation of each recomputed operator, by operator name.
@@ -110,8 +110,8 @@ def recompute_segments(
 def _count_repeated_ops(ops: Sequence[Op]) -> int:
     """Return the number of operators of a segment that `torch.utils.checkpoint` runs again.
 
-    Recomputation stops once the last saved tensor is available: before the last operator that saves
-    a tensor, or after it if it saves more than its inputs.
+    Recomputation stops once all saved tensors exist: before the last operator that saves tensors,
+    or after it if it saves tensors other than its inputs.
     """
     # Some operator saves a tensor, or `_trim_unneeded_ops` would have left nothing of the segment.
     last = max(index for index, op in enumerate(ops) if saved_tensors(op))
@@ -127,8 +127,9 @@ class _OpenSegment:
         recompute: the `Recompute` decision of all operators of the segment.
         ops: operators of the segment so far, in order.
         results: outputs of `ops`.
-        dependent_values: values that skipped operators compute from `results`.
-        skipped_ops: names of the operators after the first of `ops` that are not in the segment.
+        dependent_values: values that `skipped_ops` compute from `results`.
+        skipped_ops: names of the operators that follow the first of `ops` but are not in the
+            segment.
     """
 
     recompute: Recompute
@@ -194,10 +195,10 @@ def _iterate_maximal_segments(
 def _trim_unneeded_ops(segment: _OpenSegment, transfers: OperatorTransfers) -> list[Op]:
     """Return the operators of `segment` without trailing operators that need no recomputation.
 
-    The last operator that saves a tensor for the backward pass ends the recomputation. It must not
-    communicate inside its kernel, since recomputation may stop before or after the communication.
-    Operators after it stay in the segment only if they send no data and need no further saved
-    inputs, such as the addition of a bias.
+    Recomputation ends with the last operator that saves a tensor for the backward pass. It must not
+    communicate inside its kernel, as recomputation may stop before or after the communication.
+    Later operators, such as the addition of a bias, stay in the segment only if they send no data
+    and read no tensors from outside of it.
     """
     # `torch.utils.checkpoint` stops at the last tensor that it has to recompute.
     end = len(segment.ops)
@@ -225,8 +226,8 @@ def assign_recomputed_transfers(
 ) -> None:
     """Set `segment` and `is_repeated` of the transfers that recomputing `segments` repeats.
 
-    An input of a segment is saved at the point of its route where it is smallest: gathers are
-    repeated, and reductions are not. Parameters are gathered once, unless `level3` frees them.
+    An input of a segment is saved where it is smallest on its route, so that gathers are repeated
+    and reductions are not. Parameters are gathered once, unless `level3` frees them.
     """
     frees_parameters = decisions.sharding is not None and decisions.sharding.level == "level3"
     for segment in segments:
@@ -256,11 +257,12 @@ def assign_recomputed_transfers(
 
 
 def _count_transfers_before_saving(route: Sequence[Transfer], segment: Segment) -> int:
-    """Return after how many transfers of `route` an input of `segment` is saved.
+    """Return the number of transfers of `route` before the point at which an input of `segment` is
+    saved.
 
-    The input is saved where it is smallest: before the route, or after a transfer that sends data.
-    Among points of equal size, the last is chosen. The backward pass repeats the transfers after
-    this point.
+    The backward pass repeats the transfers after this point. The input is smallest there; of
+    equally small points, the last is chosen. The point is the start of the route, or after a
+    transfer that sends data.
     """
     previous = route[0].previous if route else None
     # The transfers before `route` are repeated already, so those of `route` must be repeated too.
