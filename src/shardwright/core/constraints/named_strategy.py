@@ -267,7 +267,8 @@ def check_axis_names(names: Iterable[str], matrix: DeviceMatrix | None) -> None:
         raise StrategyError(
             f"pins name the axes {_format_quoted_names(absent)}, which are not in axes"
             f" ({matrix.sizes}), but no pin names {_format_quoted_names(unnamed)}\ncorrect the"
-            f" names, or add {', '.join(f'{axis!r}: 1' for axis in absent)} to `axes` if there are no such axes"
+            f" names, or add {', '.join(f'{axis!r}: 1' for axis in absent)} to `axes` if there are"
+            " no such axes"
         )
 
 

@@ -57,11 +57,11 @@ class PlanAnalysis:
 
     @cached_property
     def gap(self) -> float | None:
-        """Optimality gap: upper bound on the relative cost above the best plan with the same
-        device matrix, stages and micro-batches.
+        """Optimality gap: the fraction by which the plan costs at most more than the best plan with
+        the same device matrix, stages and micro-batches.
 
-        The gap is None if the search did not minimize seconds on a cluster, or found no lower bound
-        on the cost.
+        None if the search did not minimize seconds on a cluster, or no lower bound on the cost is
+        known.
         """
         # The lower bound is one of seconds, so other costs have no gap.
         if self.timed_step is None:

@@ -247,8 +247,7 @@ def _build_operator_row(
 def _build_returned_rows(
     partitioned: Partitioned, counted_transfers: set[int]
 ) -> tuple[RedistributionRow, ...]:
-    """Return the redistributions of the model's outputs, followed by the redistributions of updated
-    buffers."""
+    """Return the redistributions of the model's outputs, then those of updated buffers."""
     routes = [
         (value, chunk.communication.output_routes[value])
         for chunk in partitioned.chunks
@@ -314,7 +313,7 @@ def _build_redistribution_row(
 
 
 def transfer_text(transfer: Transfer) -> str:
-    """Format a transfer as forward and backward collective: `all_gather dim 1 over tp /
+    """Format a transfer by its forward and backward collectives: `all_gather dim 1 over tp /
     reduce_scatter`."""
     step = transfer.step
     words = [step.operation]

@@ -16,7 +16,7 @@ from shardwright.text_files import short_repr
 
 
 def check_consistent(plan: PlanData, devices: int, where: str) -> None:
-    """Check that the fields of a plan are consistent with each other.
+    """Check that the fields of a plan do not contradict each other.
 
     Args:
         plan: the plan as read.

@@ -184,7 +184,8 @@ class PlanData:
         return self.analysis.partitioned
 
     def partition(self, graph: Graph) -> Partitioned:
-        """Partition `graph` as planned, for execution: on the device matrix with the fewest axes.
+        """Return `graph` partitioned as planned, on the device matrix with the fewest axes, for
+        execution.
 
         Axes that always shard together are merged, so that each collective runs on one group.
         """
@@ -205,8 +206,7 @@ class PlanData:
 
     @property
     def bytes(self) -> int:
-        """Communication volume of a training step: bytes that one device of the busiest stage
-        sends."""
+        """Communication volume of a training step in bytes, of one device of the busiest stage."""
         return self.forward_bytes + self.backward_bytes
 
     @property
@@ -216,11 +216,8 @@ class PlanData:
 
     @property
     def global_batch(self) -> int | None:
-        """Samples per step: size of the batch dimension of the first input tensor with a batch
-        dimension, times the number of micro-batches.
-
-        The number is None if no input has a batch dimension.
-        """
+        """Samples per step over all micro-batches, from the first input tensor with a batch
+        dimension; None if no input has one."""
         # Empty for dimension 0 of all inputs; None for an input without samples.
         dims = self.pipeline.batch_dims or (0,) * len(self.inputs)
         samples = (
@@ -234,9 +231,9 @@ class PlanData:
 
     @property
     def sequence(self) -> int | None:
-        """Tokens per sample: size of dimension 1 of the (batch, sequence) input of an embedding.
+        """Tokens per sample, from dimension 1 of the (batch, sequence) input of an embedding.
 
-        The number is None if no embedding reads a two-dimensional input.
+        None if no embedding reads a two-dimensional input.
         """
         for row in self.operators:
             for _, shape, origin in row.inputs:
@@ -262,12 +259,12 @@ class PlanData:
 
     @property
     def without_rule(self) -> tuple[str, ...]:
-        """Names of the operators that are replicated as they have no sharding rule."""
+        """Names of the operators that are replicated because they have no sharding rule."""
         return tuple(row.name for row in self.operators if row.rule is None)
 
     @property
     def parameter_bytes(self) -> int:
-        """Bytes of parameter shards that one device stores, maximum over stages."""
+        """Bytes of parameter shards that one device stores; the maximum over stages."""
         # By stage. Sets of names: operators of one stage may read one parameter, as with tied
         # embeddings.
         stages: dict[int, set[str]] = {}
@@ -299,8 +296,10 @@ class PlanData:
 
     @property
     def known_memory(self) -> Memory | None:
-        """Predicted memory per device, computed from the graph or, for a plan without a graph, read
-        from its file; None if unknown."""
+        """Predicted memory per device; None if unknown.
+
+        A plan without a graph returns the memory saved in its file.
+        """
         # Memory is that of a training step, which a plan for evaluation does not run.
         return self.memory if self.graph is not None and self.training else self.saved_memory
 
@@ -327,8 +326,8 @@ class PlanData:
         """Optimality gap: 0.02 means that the plan costs at most 2 % more than the best plan with
         the same device matrix, stages and micro-batches.
 
-        Compares the cost of the time-based search with a proven lower bound. The gap is None
-        without a cluster or a lower bound; a plan without a graph returns the gap in its file.
+        Compares the cost of the time-based search with a proven lower bound. None without a cluster
+        or a lower bound; a plan without a graph returns the gap saved in its file.
         """
         if self.graph is None or self.timed_step is None:
             return self.saved_gap
@@ -358,9 +357,10 @@ class PlanData:
 
     @cached_property
     def neighbors(self) -> tuple[dict[str, OperatorRow], dict[str, list[tuple[int, OperatorRow]]]]:
-        """A dict from operator name to row, and a dict from value name to the value's consumers.
+        """A dict from operator name to row, and a dict from value name to the operators that read
+        the value.
 
-        A consumer is (index of the value among the consumer's inputs, row of the consumer).
+        Each reader is (index of the value among the operator's inputs, row of the operator).
         """
         consumers: dict[str, list[tuple[int, OperatorRow]]] = {}
         for row in self.operators:

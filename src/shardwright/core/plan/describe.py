@@ -30,7 +30,8 @@ from shardwright.core.plan.rows import (
 from shardwright.core.plan.text_columns import wrap_lines
 
 SHARED_SUFFIX = ", the rest shared with an earlier operator"
-"""Suffix for the bytes of a redistribution that shares collectives with an earlier consumer."""
+"""Suffix for the bytes of a redistribution that shares collectives with that of an earlier
+consumer."""
 
 
 def dump(plan: PlanData) -> str:

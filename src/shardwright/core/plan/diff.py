@@ -77,8 +77,8 @@ def _iterate_plan_properties(plan: PlanData) -> Iterator[tuple[str, str]]:
 
 
 ComparedPair = tuple[str, str, str, str]
-"""A property of an operator or parameter in two plans: (operator or parameter name, property name,
-value in the first plan, value in the second plan)."""
+"""(Operator or parameter name, property name, value in the first plan, value in the second
+plan)."""
 
 
 def _compare_operators(first: PlanData, second: PlanData, every: bool) -> Iterator[ComparedPair]:
@@ -128,7 +128,7 @@ def _describe_recomputation_of_row(row: OperatorRow) -> str:
 
 
 def _compare_stored_shard_counts(first: PlanData, second: PlanData) -> Iterator[ComparedPair]:
-    """Yield, for each parameter of both plans, its number of stored shards per dim in each plan."""
+    """Yield, for each parameter that both plans have, a comparison of its stored shards per dim."""
     for name in first.storage:
         # The line `model` has told already that one model lacks a parameter of the other.
         if name in second.storage:
@@ -146,8 +146,8 @@ def _describe_stored_shard_counts(plan: PlanData, name: str) -> str:
 
 
 def _join_equal_differences(comparisons: Iterable[ComparedPair]) -> Iterator[Difference]:
-    """Merge comparisons with equal property and equal pair of values into one `Difference`, which
-    names all operators or parameters; skip equal values."""
+    """Yield one `Difference` for all operators or parameters with an equal property and equal pair
+    of values; skip pairs of equal values."""
     groups: dict[tuple[str, str, str], list[str]] = {}
     for name, what, value, other in comparisons:
         if value != other:

@@ -33,7 +33,8 @@ PARALLELISM_OF_AXIS_NAME = {
 }
 """(Parallelism, meaning of the sharded factors) by name of the mesh axis.
 
-The meaning is for plan files of earlier releases, which lack `OperatorRow.meanings`."""
+The meaning is used for plan files of earlier releases, which lack `OperatorRow.meanings`.
+"""
 
 COMMUNICATION_OF_LEVEL = {
     "level1": "gathered and reduced once a step",
@@ -132,11 +133,11 @@ def _find_parameter_layouts(row: OperatorRow) -> dict[str, TensorLayout]:
 
 
 def _describe_data_parallelism(plan: PlanData, row: OperatorRow, factor: str, axes: Axes) -> str:
-    """Return the data parallelism of a factor: `data-parallel`, or FSDP, HSDP or ZeRO if parameters
-    are sharded over `axes`.
+    """Return the data parallelism of a factor: `data-parallel` if all parameters are replicated
+    over `axes`, else FSDP, HSDP or ZeRO.
 
-    Axes named `dp` replicate parameters, and axes named `fsdp` shard parameters. For axes with
-    other names, the storage layouts of the parameters of `row` decide.
+    Axes named `dp` replicate parameters, and axes named `fsdp` shard them. For axes with other
+    names, the storage layouts of the parameters of `row` decide.
 
     Args:
         plan: the plan.

@@ -186,8 +186,7 @@ class Plan(PlanData):
 def _describe_invalid_decisions(plan: Plan, graph: Graph) -> Iterator[str]:
     """Yield a description of each decision of `plan` that the sharding rules do not allow.
 
-    The fingerprint does not detect invalid decisions in an edited plan file, as it covers the model
-    only.
+    An edited plan file may contain such decisions, as the fingerprint covers only the model.
     """
     mesh = plan.mesh
     # Reading a file compares `storage` with the `parameters` of the file only.
@@ -217,8 +216,8 @@ def _describe_invalid_decisions(plan: Plan, graph: Graph) -> Iterator[str]:
 
 
 def _describe_first_model_difference(plan: Plan, graph: Graph) -> str:
-    """Describe the first difference between the plan's model and `graph`: of parameters, else of
-    operators."""
+    """Describe the first difference in parameters, else in operators, between the plan's model and
+    `graph`."""
     parameters = {v.name: (v.shape, dtype_name(v)) for v in graph.parameters}
     for name, planned in plan.parameters.items():
         if name not in parameters:

@@ -81,7 +81,7 @@ class _FileDeviceMatrix(_FileObject):
 
 
 class _FileLayout(_FileObject):
-    """A tensor layout whose axes are indices of axes of the plan's mesh."""
+    """A layout in a plan file: indices of axes of the plan's mesh."""
 
     axes: tuple[Sizes, ...]
     partial: Sizes = ()
@@ -89,7 +89,7 @@ class _FileLayout(_FileObject):
 
 
 class _FilePinnedLayout(_FileDeviceMatrix):
-    """A pinned tensor layout with its own mesh, in the form of `TensorLayout.to_dict`."""
+    """A pinned layout in a plan file, with its own mesh, in the form of `TensorLayout.to_dict`."""
 
     tensor_map: tuple[int | tuple[int, ...], ...]
     rank_list: Sizes | None = None
@@ -257,7 +257,7 @@ def plan_from_json(plan_type: type[AnyPlan], text: str, where: str) -> AnyPlan:
         where: path of the file, for errors.
 
     Raises:
-        PlanError: if the file has another version, or a field is missing, unknown, of another type
+        PlanError: if the file has another version, or a field is missing, unknown, of a wrong type
             or contradicts others; the message names the first invalid field.
     """
     data = parse_json(text, f"{where}: not a plan", PlanError)

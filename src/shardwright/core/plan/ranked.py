@@ -44,10 +44,8 @@ class PlanKind:
 
     @property
     def requested(self) -> PlanKind:
-        """The kind of plan that options request: this kind, with `recomputes` False.
-
-        Whether a plan recomputes depends on the memory limit, not on the options.
-        """
+        """This kind without `recomputes`, as options request it: whether a plan recomputes depends
+        on the memory limit."""
         return replace(self, recomputes=False)
 
     def __str__(self) -> str:
@@ -197,8 +195,10 @@ class RankedPlans:
         return sorted(longer, key=lambda each: -each[1])[:MAX_LISTED_COMPONENTS]
 
     def to_json(self) -> str:
-        """Return step time, memory and communication volume of each plan, the fastest first, and
-        the kinds of plans that are left out, as JSON."""
+        """Return the plans and the kinds of plans that are left out, as JSON.
+
+        Each plan has its step time, memory and communication volume; the fastest is first.
+        """
         plans = [self._make_json_object(plan_kind) for plan_kind in self.plans]
         left_out = [
             # No plan of this kind was made, so whether it would recompute is unknown.

@@ -34,9 +34,9 @@ def cut_origin(plan: PlanData, row: OperatorRow) -> tuple[str, str]:
 
 
 def _find_path_to_followed_operator(plan: PlanData, row: OperatorRow) -> list[str]:
-    """Find the shortest path from `row` to the main or pinned operator whose sharding it follows.
+    """Return the shortest path from `row` to the main or pinned operator whose sharding it follows.
 
-    The path runs along values that producer and consumer have in the same layout.
+    The path leads along values that producer and consumer have in the same layout.
 
     Returns:
         Names of the operators on the path, without `row`; empty if the path reaches no main or
@@ -70,8 +70,11 @@ def _find_same_layout_neighbors(plan: PlanData, row: OperatorRow) -> Iterator[Op
 
 
 def choice_lines(plan: PlanData, row: OperatorRow) -> Iterator[tuple[str, str]]:
-    """Yield (label, text) per mesh axis: the chosen cut with the cost of each alternative, then one
-    line per condition under which an alternative would be cheaper."""
+    """Yield (label, text) lines for each mesh axis.
+
+    The first line has the chosen cut and the cost of each alternative. The next lines have one
+    condition each under which an alternative would be cheaper.
+    """
     for choice in plan.choices_of.get(row.name, ()):
         others = ", ".join(
             _describe_alternative_cost(choice, other) for other in choice.alternatives

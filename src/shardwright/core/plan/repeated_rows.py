@@ -12,7 +12,7 @@ from shardwright.core.plan.rows import CrossingRow, OperatorRow
 
 @dataclass(frozen=True)
 class Fold:
-    """Operators that differ only in layer numbers, pipeline stage and recomputation.
+    """Rows of operators that differ only in layer numbers, pipeline stage and recomputation.
 
     Args:
         row: the first row, with the numbers of all rows in its name: `layers.{0..79}.mlp.up`.
@@ -53,7 +53,7 @@ def fold_rows(
         )
         groups.setdefault(group, []).append(row)
     return [
-        _build_fold(grid)
+        _fold_equal_rows(grid)
         for members in groups.values()
         for grid in _split_into_complete_grids(members)
     ]
@@ -103,7 +103,7 @@ def _make_default_fold_key(row: OperatorRow) -> tuple[object, ...]:
     )
 
 
-def _build_fold(members: Sequence[OperatorRow]) -> Fold:
+def _fold_equal_rows(members: Sequence[OperatorRow]) -> Fold:
     names = [row.name for row in members]
     recomputed = [row.name for row in members if row.segment]
     recomputed_text = "recomputed" if recomputed else ""
@@ -120,7 +120,7 @@ def _build_fold(members: Sequence[OperatorRow]) -> Fold:
 
 
 def fold_crossings(rows: Sequence[CrossingRow]) -> list[tuple[str, CrossingRow]]:
-    """Fold rows of point-to-point communication with equal values and bytes.
+    """Fold rows of point-to-point communication that differ only in stages and numbers in names.
 
     Returns:
         (stages as text, such as `each of stages 0..6 to the next`; folded row), in the order of
@@ -224,6 +224,6 @@ def _has_all_number_combinations(names: Sequence[str]) -> bool:
 
 
 def _find_differing_word_indices(names: Sequence[str]) -> list[int]:
-    """Return the indices of the dot-separated words in which the module paths `names` differ."""
+    """Return the indices of the words in which `names`, module paths split at dots, differ."""
     columns = zip(*(name.split(".") for name in names), strict=True)
     return [position for position, column in enumerate(columns) if len(set(column)) > 1]

@@ -136,8 +136,11 @@ class StepRow:
 
 
 def is_notable(row: OperatorRow) -> bool:
-    """Whether tables show an operator by default: the search or the user chose its cuts, or the
-    operator has no rule, or the operator communicates."""
+    """Whether tables show an operator by default.
+
+    These operators communicate, have no sharding rule, or have cuts that the search chose by cost
+    or the user fixed.
+    """
     # All others follow their neighbors without communication, and are most of the operators of a
     # model.
     return row.main or row.pinned or row.rule is None or row.bytes > 0

@@ -70,8 +70,8 @@ def _find_shortest_strategy(
 
 
 def _find_required_output_layouts(plan: PlanData, row: OperatorRow) -> tuple[Entry, ...] | None:
-    """Return the output layouts of an operator's strategy; None if these layouts follow from the
-    inputs.
+    """Return the output layouts that a strategy must contain, as the inputs do not imply them; None
+    if they do.
 
     Output layouts are needed if outputs are pinned, or if a mesh axis shards outputs only.
     """
@@ -92,11 +92,11 @@ def _drop_partial_axes(layout: TensorLayout) -> TensorLayout:
 
 
 def _partition_on_prime_axes(plan: PlanData) -> Partitioned | None:
-    """Partition a plan's graph on the device matrix with axes of prime sizes, on which strategies
+    """Return the plan's partitioned graph on a device matrix of prime sizes, on which strategies
     are resolved.
 
-    Returns None if the plan has no graph, or if its axes are not products of consecutive axes of
-    prime size.
+    None if the plan has no graph, or if its axes are not products of consecutive axes of prime
+    size.
     """
     # A plan is stored on folded axes, while the parser assigns counts to axes of prime sizes.
     mesh, decisions = split_axes(plan.mesh, plan.decisions)
@@ -129,8 +129,11 @@ def _strategy_matches_cuts(
 
 
 def _find_non_default_storage_layouts(plan: PlanData) -> Iterator[tuple[str, Entry]]:
-    """Yield (parameter name, storage layout) for parameters not stored in the default layout: the
-    layout read by the first operator that shards the parameter."""
+    """Yield (parameter name, storage layout) for each parameter with a storage layout other than
+    the default.
+
+    By default a parameter is stored as the first operator that shards it reads it.
+    """
     used: dict[str, tuple[Axes, ...]] = {}
     for row in plan.operators:
         for (name, _, origin), layout in zip(row.inputs, row.input_layouts, strict=True):

@@ -181,8 +181,11 @@ class _SummaryRow:
 
 
 def _make_summary_row_key(block_path: str, name: str, detail: int) -> tuple[str, str]:
-    """Return a key that is equal for operators of one summary row: (block, module in the block) if
-    `detail` is 2, (block, "") if it is 1, ("", "") if it is 0."""
+    """Return the (block, module in the block) by which rows are grouped; parts are "" if `detail`
+    is lower.
+
+    `detail` 2 groups by both, 1 by block, 0 puts all rows into one group.
+    """
     return block_path if detail else "", name.rpartition(".")[0] if detail > 1 else ""
 
 
@@ -222,11 +225,11 @@ def _group_operators_into_rows(plan: PlanData, detail: int) -> list[_SummaryRow]
 
 
 def _count_bytes_by_operator(plan: PlanData) -> Counter[str]:
-    """Return the communication volume of redistributions on one device, by causing operator.
+    """Return the bytes that redistributions send on one device, by the name of the operator that
+    causes them.
 
-    Reductions of partial sums are attributed to their producer, such as a row-parallel linear
-    layer, although the plan lists the redistribution at the consumer. The consumer causes all other
-    redistributions.
+    The producer causes reductions of its partial sums, such as a row-parallel linear layer,
+    although the plan lists them at the consumer. The consumer causes all other redistributions.
     """
     names = {row.name for row in plan.operators}
     sent: Counter[str] = Counter()
@@ -240,7 +243,7 @@ def _count_bytes_by_operator(plan: PlanData) -> Counter[str]:
 
 
 def _split_name_at_block(name: str) -> tuple[str, str]:
-    """Split an operator's name after its last number into (block, rest): `layers.{0..3}` and
+    """Split an operator's name after its last number into block and operator: `layers.{0..3}` and
     `attn.q`."""
     words = split_module_path(name)
     # Not the last word, so that something is left to name the operator in its block.
@@ -251,8 +254,10 @@ def _split_name_at_block(name: str) -> tuple[str, str]:
 
 
 def _format_summary_table(blocks: list[_SummaryRow], timed: bool, width: int) -> list[str]:
-    """Return the lines of the summary's table; the path of a block with several rows has its own
-    line above the rows."""
+    """Return the lines of the summary's table.
+
+    If a block has several rows, its path is on a line of its own above them.
+    """
     first = blocks[0].phrases if blocks else ()
     # Phrases that apply to all rows, usually data parallelism, are written once, in the header.
     common = [phrase for phrase in first if all(phrase in block.phrases for block in blocks)]

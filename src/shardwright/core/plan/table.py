@@ -133,7 +133,7 @@ def _format_table_notes(plan: PlanData, every: bool) -> Iterator[str]:
 
 
 def _format_stage_memory_lines(plan: PlanData) -> Iterator[str]:
-    """Yield the memory of the stage with the highest peak, by category, then the peaks of the other
+    """Yield the memory of the stage with the highest peak by category, then peaks of other
     stages."""
     if plan.known_memory is None:
         return

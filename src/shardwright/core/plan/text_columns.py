@@ -111,8 +111,8 @@ def format_columns(header: Sequence[str], rows: Iterable[Sequence[str]], width: 
     """Lay out two columns of text, followed by any number of columns of numbers.
 
     Columns of numbers are as wide as their cells. If the text columns do not fit into the remaining
-    width, the second is narrowed down to at least two fifths, and the first gets the rest. Cells of
-    the first column take at most two lines.
+    width, the second is narrowed to two fifths of it at least, and the first gets what remains.
+    Cells of the first column take at most two lines.
 
     Args:
         header: the header of each column.

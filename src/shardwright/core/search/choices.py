@@ -266,7 +266,7 @@ def _axis_choices_by_symbolic_cost(
     indexed = index_graph(graph)
     recursions: dict[float, Recursion] = {}
     for axis, name in enumerate(mesh.alias_names):
-        shard_counts, choice = _decisions_by_op(indexed, mesh, decisions, axis)
+        shard_counts, choice = _axis_level_arguments(indexed, mesh, decisions, axis)
         level = AxisLevel(indexed, shard_counts, mesh.device_matrix[axis])
         level.choices = choice
         equal_ops: dict[object, list[int]] = {}
@@ -345,7 +345,7 @@ def _propagate_choices_without_op(level: AxisLevel, choice: list[int], op: int) 
     return level.choices
 
 
-def _decisions_by_op(
+def _axis_level_arguments(
     indexed: IndexedGraph, mesh: DeviceMatrix, decisions: Decisions, axis: int
 ) -> tuple[list[tuple[int, ...]], list[int]]:
     """Return, as two lists with an entry per operator, the number of shards of each factor over all
