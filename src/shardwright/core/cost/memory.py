@@ -223,10 +223,12 @@ def memory_lower_bounds(
     """Return for each stage a lower bound on its peak memory in bytes, valid for any choice of
     recomputed operators.
 
-    The bound needs no dry run: it is the sum of stored parameters, their gradients,
-    optimizer state, the parameters and gradients that the ZeRO level leaves unsharded over the
-    micro-batches of a step, the inputs of all micro-batches, and the tensors that one micro-batch
-    receives from the previous chunk.
+    The bound needs no dry run. It is the sum of
+
+    - stored parameters, their gradients and optimizer state,
+    - parameters and gradients that the ZeRO level leaves unsharded between micro-batches,
+    - the inputs of all micro-batches, and
+    - the tensors that one micro-batch receives from the previous chunk.
 
     Raises:
         PlanError: if the optimizer is unknown.

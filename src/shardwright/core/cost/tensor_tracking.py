@@ -200,7 +200,7 @@ _PLAIN_TYPES = frozenset(
     }
 )
 _MAX_LIST_LENGTH = 64
-"""Maximum length of a list argument of an operator whose results are cached."""
+"""Maximum length of a list argument with which the result of an operator is cached."""
 
 
 class DryRunMode(PlainDispatchMode, LiveBytes):  # type: ignore[no-untyped-call]
@@ -243,7 +243,7 @@ class DryRunMode(PlainDispatchMode, LiveBytes):  # type: ignore[no-untyped-call]
         except _UncacheableArgumentError:
             return func(*args, **kwargs)
         if key in self._cached_results:
-            return _make_empty_results(self._cached_results[key])
+            return _make_empty_tensors_like_results(self._cached_results[key])
         out = func(*args, **kwargs)
         results = out if isinstance(out, list | tuple) else (out,)
         # Only results on the meta device can be rebuilt as empty tensors.
@@ -307,7 +307,7 @@ class _TensorKey(tuple[Any, ...]):
     __slots__ = ()
 
 
-def _make_empty_results(description: Any) -> Any:
+def _make_empty_tensors_like_results(description: Any) -> Any:
     """Return empty meta tensors for the cached results of an operator.
 
     Args:
@@ -319,4 +319,4 @@ def _make_empty_results(description: Any) -> Any:
     # A result that is no tensor, such as None, as (type, value).
     if description and isinstance(description[0], type):
         return description[1]
-    return tuple(map(_make_empty_results, description))
+    return tuple(map(_make_empty_tensors_like_results, description))

@@ -21,9 +21,11 @@ UPDATE_PASSES = 7
 parameter, the gradient and two moments, and writes the parameter and the moments."""
 
 PARAMETER_OPERATORS, MEMBER_OPERATORS, RECOMPUTE_OPERATORS = 4.5, 2.5, 1.7
-"""Host overhead on CPUs, in units of one operator's overhead: AdamW's update of a parameter; copies
-of a parameter or gradient into and out of a bucket; `torch.utils.checkpoint` per recomputed
-operator.
+"""Host overhead on CPUs, in units of one operator's overhead.
+
+- of AdamW's update of a parameter
+- of copying a parameter or gradient into and out of a bucket
+- of `torch.utils.checkpoint`, for each recomputed operator
 
 Measured with steps of a small model on 8 processes. Accelerators hide host overhead."""
 

@@ -69,7 +69,7 @@ def best_candidate(tasks: Sequence[PlanTask], ranking: Ranking | None = None) ->
     bounds = {count: StepBounds(model.graph, recompute_options) for count, model in models.items()}
 
     def best_within_limit(limited: PlanOptions) -> Candidate:
-        """Return the best candidate for all tasks within `limited.memory_limit`."""
+        """Return the best candidate of all tasks that fits into `limited.memory_limit`."""
         limit = limited.memory_limit
         requested = [replace(task.options, memory_limit=limit) for task in tasks]
         if len(tasks) > 1 or options.chooses_pipeline:

@@ -348,8 +348,11 @@ def _propagate_choices_without_op(level: AxisLevel, choice: list[int], op: int) 
 def _axis_level_arguments(
     indexed: IndexedGraph, mesh: DeviceMatrix, decisions: Decisions, axis: int
 ) -> tuple[list[tuple[int, ...]], list[int]]:
-    """Return, as two lists with an entry per operator, the number of shards of each factor over all
-    axes except `axis`, and the index of the factor that `axis` cuts (or `NO_CUT`)."""
+    """Return the shard counts and the choices of an `AxisLevel`, one entry for each operator.
+
+    Shard counts are per factor, over all axes except `axis`; the choice is the index of the factor
+    that `axis` cuts, or `NO_CUT`.
+    """
     shard_counts, choice = [], []
     for name, op_type in zip(indexed.names, indexed.op_types, strict=True):
         cuts = decisions.cuts.get(name, {})

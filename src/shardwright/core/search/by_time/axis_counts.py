@@ -147,7 +147,7 @@ class CountedRedistributionBound:
         key = source.shape, source.tobytes(), target.tobytes(), differentiable
         if (key, num_bytes) not in self._cached_tables:
             if key not in self._cached_rates:
-                self._cached_rates[key] = self._transfer_time_coefficients_of_step(
+                self._cached_rates[key] = self._two_pass_time_coefficients(
                     source, target, differentiable
                 )
             seconds_per_byte, latency = self._cached_rates[key]
@@ -157,17 +157,17 @@ class CountedRedistributionBound:
             self._cached_tables[key, num_bytes] = np.float32(num_bytes) * seconds_per_byte + latency
         return self._cached_tables[key, num_bytes]
 
-    def _transfer_time_coefficients_of_step(
+    def _two_pass_time_coefficients(
         self, source: Counts, target: Counts, differentiable: bool
     ) -> tuple[LayoutTable, LayoutTable]:
-        seconds_per_byte, latency = self._transfer_time_coefficients(source, target)
+        seconds_per_byte, latency = self._one_pass_time_coefficients(source, target)
         if not differentiable:
             return seconds_per_byte, latency
-        backward_byte, backward_latency = self._transfer_time_coefficients(target, source)
+        backward_byte, backward_latency = self._one_pass_time_coefficients(target, source)
         # Transposed: the gradient goes from the layouts of consumers back to those of the producer.
         return seconds_per_byte + backward_byte.T, latency + backward_latency.T
 
-    def _transfer_time_coefficients(
+    def _one_pass_time_coefficients(
         self, source: Counts, target: Counts
     ) -> tuple[LayoutTable, LayoutTable]:
         """Return lower bounds for one pass, as two tables over source (row) and target (column):

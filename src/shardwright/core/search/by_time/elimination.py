@@ -33,7 +33,7 @@ LARGEST_TABLE = 1 << 22
 
 
 def factor_between(row: int | None, column: int | None, table: Table) -> Factor:
-    """Return a table of two variables as a factor.
+    """Return a cost table of two variables as a `Factor`, with its scope in ascending order.
 
     Args:
         row, column: variables whose choices select a row and a column of `table`; None for a single

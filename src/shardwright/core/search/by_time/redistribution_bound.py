@@ -71,11 +71,11 @@ class RedistributionBound:
         # By layouts alone: the seconds are linear in the bytes.
         key = source.axes, source.partial, target.axes, target.varying, differentiable
         if key not in self._cache:
-            seconds_per_byte, latency = self._transfer_time_coefficients(
+            seconds_per_byte, latency = self._one_pass_time_coefficients(
                 source.axes, source.partial, target.axes
             )
             if differentiable:
-                backward_byte, backward_latency = self._transfer_time_coefficients(
+                backward_byte, backward_latency = self._one_pass_time_coefficients(
                     target.axes, target.varying, source.axes
                 )
                 seconds_per_byte, latency = (
@@ -86,7 +86,7 @@ class RedistributionBound:
         seconds_per_byte, latency = self._cache[key]
         return seconds_per_byte * num_bytes + latency
 
-    def _transfer_time_coefficients(
+    def _one_pass_time_coefficients(
         self, source: Placement, partial_axes: Collection[int], target: Placement
     ) -> tuple[float, float]:
         """Return lower bounds for one pass (forward or backward): seconds per byte of the full

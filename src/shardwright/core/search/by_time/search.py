@@ -168,8 +168,8 @@ class TimedSearch:
         """Search with each λ and each order of axes.
 
         Returns:
-            The best cuts and, if different and nearly as cheap, the best found without copying
-            choices between axes.
+            The best cuts and, if different and nearly as cheap, the best before copying choices
+            between axes (`_copy_choices_between_axes`).
         """
         orders, (smallest, *larger) = self._axis_orders(), self.exposed_shares
         # Larger λ with the first order only, as each run takes as long as the first run.

@@ -161,9 +161,9 @@ class _AxisSwap:
         self._unchanged_cost = total_cost
 
     def best(self, total: Total, bound: float) -> tuple[list[Cuts], ObjectiveCost] | None:
-        """Return the first combination of swaps with a total below `bound`, as cuts and cost.
+        """Return the (cuts, cost) of the first combination of swaps with a total below `bound`.
 
-        Costs are computed in the order of the combinations' lower bounds.
+        Combinations are tried in the order of their lower bounds.
 
         Args:
             total: function from an `ObjectiveCost` to the seconds to minimize.

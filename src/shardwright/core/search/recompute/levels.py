@@ -41,7 +41,7 @@ FULL_BLOCK_OPTIONS = ("block", "block_and_communication")
 """Names of the options that recompute all operators of a block at once."""
 
 UNIFORM_OPTIONS = ("lean", "cheap", *FULL_BLOCK_OPTIONS)
-"""Names of the options for which there is a level in which all blocks take the option, as in
+"""Names of the options that have a recomputation level in which all blocks take them, as in
 configurations written by hand."""
 
 
