@@ -165,7 +165,8 @@ def _compute_output_axes(op: Op, mesh: DeviceMatrix, cuts: Cuts) -> tuple[Axes, 
 
 
 def _derive_cuts_from_input(op: Op, axes: tuple[Axes, ...]) -> dict[str, Axes]:
-    """Return the cuts of an operator whose first input is sharded over `axes` in each dimension."""
+    """Return the cuts of an operator, given the axes that shard each dimension of its first
+    input."""
     rule = rule_of(op)
     assert rule is not None
     factors = zip(rule.inputs[0], axes, strict=True)
