@@ -2,8 +2,9 @@
 
 A micro-batch is a shard of the batch, so the sharding rule of an operator also says what the
 operator computes on a micro-batch. Means and sums over samples that depend on inputs only, such as
-the number of valid labels, are computed once for the global batch. Means and sums that depend on
-parameters may pass through linear operators only, so that the loss is a mean or sum too.
+the number of valid labels, are computed once per step for the global batch, by a graph called the
+*prologue*. Means and sums that depend on parameters may pass through linear operators only: then
+the loss is a mean or sum over micro-batches too.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ from shardwright.core.micro_batches.shared_operators import (
 from shardwright.core.rules import is_random
 
 UPDATED_BY_RESULT = " is updated with its result"
-"""Suffix of errors about a buffer whose new value cannot be computed from micro-batches."""
+"""End of an error text: a buffer is updated with a value that micro-batches cannot compute."""
 
 
 def graph_of_micro_batch(flow: SampleFlow) -> Graph:
-    """Return the graph of a micro-batch, whose losses sum or average to that of the global batch.
+    """Return the graph of a micro-batch; its losses sum or average to the loss of the global batch.
 
     Args:
-        flow: states of the values in the graph of the global batch, initially of its inputs;
+        flow: `SampleState` of the values in the graph of the global batch, initially of its inputs;
             updated in place.
 
     Raises:
@@ -49,7 +50,7 @@ def graph_of_micro_batch(flow: SampleFlow) -> Graph:
     # Operators off this path may mix samples, as only their outputs become unusable.
     on_path = set() if graph.loss is None else set(_find_ops_computing_value(graph, graph.loss))
     for op in graph.ops:
-        _determine_output_states(flow, op, op in on_path)
+        _set_output_states(flow, op, op in on_path)
     state = WHOLE if graph.loss is None else flow.states[graph.loss]
     # The result would be exact, but each micro-batch would need the time and memory of the batch.
     if graph.loss is not None and state == WHOLE:
@@ -57,16 +58,16 @@ def graph_of_micro_batch(flow: SampleFlow) -> Graph:
         raise UnsplittableError(loss_op, "every micro-batch computes the loss from the full batch")
     outputs: dict[Value, SampleReduction | int] = {}
     for value in graph.output_values:
-        of_value = _state_of_result(flow, value)
+        of_value = _infer_result_state(flow, value)
         if of_value != WHOLE and of_value != POSITIONS and of_value != UNKNOWN:
             outputs[value] = of_value
     mixed = [value for value in graph.output_values if flow.states[value] == UNKNOWN]
-    _check_numbers(flow, mixed)
-    updates = _determine_updates(flow)
+    _check_outputs_read_as_numbers(flow, mixed)
+    updates = _choose_update_reductions(flow)
     return flow.result.result(SUM if state == SUM else AVERAGE, outputs, mixed, updates)
 
 
-def _check_numbers(flow: SampleFlow, mixed: Collection[Value]) -> None:
+def _check_outputs_read_as_numbers(flow: SampleFlow, mixed: Collection[Value]) -> None:
     """Check the outputs that Python code converts to numbers, as by `.item()`.
 
     Args:
@@ -83,10 +84,10 @@ def _check_numbers(flow: SampleFlow, mixed: Collection[Value]) -> None:
             raise UnsplittableError(cause.op, f"{cause.why}, and Python code reads its result")
 
 
-def _state_of_result(flow: SampleFlow, value: Value) -> SampleState:
-    """Return the state of `value`, an output or the new value of a buffer.
+def _infer_result_state(flow: SampleFlow, value: Value) -> SampleState:
+    """Return the `SampleState` of `value`, an output or the new value of a buffer.
 
-    A value that micro-batches do not compute becomes an output of the prologue.
+    A value that the prologue computes is passed to the micro-batches, which return it.
     """
     if value in flow.reduced:
         return flow.reduced[value]
@@ -96,10 +97,11 @@ def _state_of_result(flow: SampleFlow, value: Value) -> SampleState:
     return flow.states[value]
 
 
-def _determine_updates(flow: SampleFlow) -> dict[Value, SampleReduction | None]:
-    """Return how to reduce the new values that micro-batches compute for a buffer, by buffer.
+def _choose_update_reductions(flow: SampleFlow) -> dict[Value, SampleReduction | None]:
+    """Return how to combine the micro-batches' new values of each buffer: "mean", "sum" or, if they
+    are equal, None.
 
-    None if these values are equal. Covers the buffers that are updated once per batch.
+    Omits buffers that each micro-batch updates.
 
     Raises:
         UnsplittableError: if a new value mixes samples in a model with a loss.
@@ -108,7 +110,7 @@ def _determine_updates(flow: SampleFlow) -> dict[Value, SampleReduction | None]:
     for before, after in flow.pair.batch.updates:
         if before in flow.statistics:
             continue
-        match _state_of_result(flow, after):
+        match _infer_result_state(flow, after):
             case "sum" | "mean" as reduction:
                 updates[before] = reduction
                 continue
@@ -123,8 +125,8 @@ def _determine_updates(flow: SampleFlow) -> dict[Value, SampleReduction | None]:
     return updates
 
 
-def _determine_output_states(flow: SampleFlow, op: Op, affects_loss: bool) -> None:
-    """Determine the states of an operator's outputs from the states of its inputs.
+def _set_output_states(flow: SampleFlow, op: Op, affects_loss: bool) -> None:
+    """Set the states of an operator's outputs, derived from the states of its inputs.
 
     Args:
         flow: the states determined so far, updated in place.
@@ -178,7 +180,7 @@ def _infer_output_states(flow: SampleFlow, op: Op, free: bool) -> list[SampleSta
     Args:
         flow: the states determined so far.
         op: an operator in the graph of the global batch.
-        free: whether `op` reads no parameter and draws no random number, so that the prologue could
+        free: whether `op` reads neither parameters nor random numbers, so that the prologue could
             compute it.
 
     Raises:

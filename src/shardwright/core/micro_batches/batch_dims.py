@@ -20,9 +20,9 @@ def sample_dims(graph: Graph) -> dict[Value, int]:
     """Return the batch dimension of each input that has one.
 
     By default, inputs whose dimension 0 is as large as that of the first input have batch dimension
-    0. If there is no second such input, and a later dimension of the first input shares a factor
-    with dimension 0 of labels or lengths, as with `nn.LSTM`, all dimensions with this factor are
-    batch dimensions.
+    0. If only the first input qualifies, as for sequence-first inputs of `nn.LSTM`, labels or
+    lengths determine the batch size: the batch dimensions are those that share a sharding factor
+    with dimension 0 of the labels.
 
     Args:
         graph: the graph of a batch or micro-batch.
@@ -53,7 +53,7 @@ def other_sample_dims(graph: Graph) -> tuple[int | None, ...]:
 
 
 class JoinedDims:
-    """Groups of tensor dimensions that the sharding rules of operators assign to one factor.
+    """Groups of tensor dimensions that share a factor in the sharding rules of operators.
 
     Args:
         graph: the graph of the global batch.
@@ -102,13 +102,13 @@ class JoinedDims:
         yield from list(candidates)[:MAX_CANDIDATES]
 
     def named(self, batch_dims: Mapping[str, int | None]) -> tuple[int | None, ...]:
-        """Return the batch dimensions of all leaves of a call's arguments, given the batch
-        dimensions of some inputs.
+        """Return the batch dimension of every leaf of a call's arguments, given those of some
+        inputs.
 
         Args:
             batch_dims: batch dimensions by input name; None for an input that each micro-batch
-                reads in full. An input without an entry gets the dimension in the same group as a
-                given dimension, if any.
+                reads in full. For an input without an entry the dimension is derived from the given
+                ones, by shared factors.
 
         Raises:
             StrategyError: if a name is not the name of a tensor input, or a dimension is out of
@@ -140,7 +140,10 @@ class JoinedDims:
         )
 
     def of_inputs(self, dims: Mapping[Value, int]) -> dict[Value, int]:
-        """Return, by input, the first dimension that shares a factor with one of `dims`, if any."""
+        """Return the first dimension of each input that shares a factor with one of `dims`.
+
+        Inputs without such a dimension are omitted.
+        """
         roots = {self.root_of_group(dim) for dim in dims.items()}
         return {
             value: dim

@@ -14,7 +14,7 @@ BATCH_NORMS = (WHOLE_BATCH, PER_MICRO_BATCH)
 NORMALIZES_ALL = "the operator normalizes by statistics of all samples"
 AVERAGES_ALL = "the operator updates running statistics with statistics of all samples"
 OF_BATCH_NORMS = (NORMALIZES_ALL, AVERAGES_ALL)
-"""Error texts: why a model cannot be split without the option `batch_norm="per_micro_batch"`."""
+"""Error texts about models that can be split with `batch_norm="per_micro_batch"` only."""
 
 
 def takes_statistics(op: Op) -> bool:
@@ -30,8 +30,8 @@ def use_of_statistics(op: Op) -> str:
 
 
 def running_statistics(graph: Graph) -> set[Value]:
-    """Return all updated buffers, the new running statistics of batch norms, and all values that
-    are computed only from these."""
+    """Return all updated buffers, the new statistics of batch norms, and values computed from these
+    only."""
     statistics = {before for before, _ in graph.updates}
     for op in graph.ops:
         if takes_statistics(op):
@@ -44,20 +44,25 @@ def running_statistics(graph: Graph) -> set[Value]:
 
 
 def refused_batch_norm(graph: Graph) -> str | None:
-    """Return the reason why micro-batches cannot compute the batch norms of a graph; None if it has
-    no batch norm with running statistics."""
+    """Return the error text if a graph with a loss has batch norms with running statistics; else
+    None.
+
+    The statistics of a micro-batch differ from those of the global batch.
+    """
     # Batch norms without running statistics update nothing and are left to the analysis.
-    batch_norms = _updating_batch_norms(graph)
+    batch_norms = _list_batch_norms_with_updates(graph)
     if graph.loss is None or not batch_norms:
         return None
     return str(UnsplittableError(batch_norms[0], use_of_statistics(batch_norms[0])))
 
 
 def updated_statistics(graph: Graph) -> frozenset[Value]:
-    """Return the buffers that each micro-batch updates if batch norms compute statistics per
-    micro-batch: running statistics, and counts of their updates."""
+    """Return the buffers that each micro-batch updates with `batch_norm="per_micro_batch"`.
+
+    These are running statistics, and counts of their updates (`num_batches_tracked`).
+    """
     # New statistics, and what is computed from them and old statistics only, such as their average.
-    measured = {value for op in _updating_batch_norms(graph) for value in op.outputs[1:]}
+    measured = {value for op in _list_batch_norms_with_updates(graph) for value in op.outputs[1:]}
     statistics = running_statistics(graph)
     for op in graph.ops:
         if statistics.issuperset(op.inputs) and not measured.isdisjoint(op.inputs):
@@ -71,5 +76,5 @@ def updated_statistics(graph: Graph) -> frozenset[Value]:
     )
 
 
-def _updating_batch_norms(graph: Graph) -> list[Op]:
+def _list_batch_norms_with_updates(graph: Graph) -> list[Op]:
     return [op for op in graph.ops if takes_statistics(op) and len(op.outputs) > 1]

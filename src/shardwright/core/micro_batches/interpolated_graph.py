@@ -33,9 +33,11 @@ class NotInterpolableError(Exception):
 class GraphsBySize:
     """Cache of one model's graphs by the sizes of its inputs, each captured or derived once.
 
+    A graph is *derived* by interpolation between two captured graphs.
+
     Args:
-        derive: whether graphs may be derived from two captured graphs.
-        captured: captured graphs by the shapes of the leaves.
+        derive: whether graphs may be derived.
+        captured: captured graphs, by cache key of the arguments.
         num_derived: number of times that a derived graph was returned.
     """
 
@@ -70,11 +72,10 @@ class GraphsBySize:
 
     @contextmanager
     def deriving(self, derive: bool) -> Iterator[Callable[[], bool]]:
-        """Context that sets whether the graph of a call may be interpolated from the graphs that
-        were captured for two other batch sizes.
+        """Within the context, allow or forbid graphs that are derived from two captured graphs.
 
         Yields:
-            A function that returns whether an interpolated graph was used in the context.
+            A function that returns whether a derived graph was returned in the context.
         """
         before, self.derive = self.derive, derive
         start = self.num_derived
@@ -135,7 +136,7 @@ class _GraphInterpolation:
         self._a, self._b = a, b
         self._rows_a, self._rows_b, self._rows = rows_a, rows_b, rows
         self._values: dict[Value, tuple[Value, Value]] = {}
-        """Matching value of graph `b`, and value of the derived graph, by value of graph `a`."""
+        """(Matching value of graph `b`, value of the derived graph), by value of graph `a`."""
 
     def graph(self) -> Graph:
         """Return the graph derived for the batch size `rows`.
@@ -168,7 +169,8 @@ class _GraphInterpolation:
         return replace(a, ops=ops, inputs=inputs, capture_seconds=0.0, **derived)
 
     def _pair_equal_values(self, values_a: Sequence[Value], values_b: Sequence[Value]) -> None:
-        """Pair equal values of the two graphs, which the derived graph contains unchanged."""
+        """Match values of both graphs that must be equal; the derived graph contains them
+        unchanged."""
         if len(values_a) != len(values_b):
             raise NotInterpolableError
         for value_a, value_b in zip(values_a, values_b, strict=True):
@@ -191,7 +193,7 @@ class _GraphInterpolation:
         return tuple(map(self._interpolate_argument, leaves_a, leaves_b))
 
     def _interpolate_value(self, value_a: Value, value_b: Value) -> Value:
-        """Pair two matching values of different size, and return the value of the derived graph."""
+        """Match two values of different size, and return the value of the derived graph."""
         if _get_non_shape_fields(value_a) != _get_non_shape_fields(value_b) or len(
             value_a.shape
         ) != len(value_b.shape):

@@ -34,11 +34,13 @@ def dims_of_indexed_sum(
     free: Collection[Value],
 ) -> tuple[int | None, ...] | None:
     """Return the batch dimension of each input of an operator that adds all samples to a tensor,
-    such as `index_add`; None for any other operator.
+    such as `index_add`.
+
+    Returns None for any other operator.
 
     Args:
         op: an operator with an input that is split into micro-batches.
-        states: the state of each value.
+        states: the `SampleState` of each value.
         outside: values that the prologue computes; micro-batches can read slices of these.
         free: values that the prologue can compute.
     """

@@ -36,14 +36,13 @@ from shardwright.core.torch_internals import pytree
 aten = torch.ops.aten
 
 COUNTED_LOSSES = ("cross_entropy", "nll_loss_nd", "nll_loss", "nll_loss2d")
-"""Names of losses whose mean divides by the number of valid targets, or by the sum of the class
-weights of valid targets."""
+"""Names of losses whose mean divides by the number, or sum of class weights, of valid targets."""
 
 FILLED_LIKE = frozenset({"zeros_like", "ones_like", "full_like"})
 """Names of operators that read the shape of a tensor, but not its elements."""
 
 ADDED_SUFFIXES = ("share", "mean", "mean_cast")
-"""Suffixes of names of added operators, as in `add_share` for an operator added beside `add`."""
+"""Suffixes in the names of added operators, such as `add_share`, added next to `add`."""
 
 
 class MicroBatchGraph:
@@ -59,12 +58,11 @@ class MicroBatchGraph:
     def __init__(self, pair: PairedGraphs, count: int) -> None:
         self.pair, self.count = pair, count
         self.replaced: dict[Value, Value] = {}
-        """New values of the micro-batch's graph, by the value of the global batch's graph that each
-        replaces."""
+        """Replacements in the graph of the micro-batch, by replaced value in that of the global
+        batch."""
         self.shares: dict[Value, Value] = {}
         self.taken: dict[tuple[Value, PassedDim], Value] = {}
-        """Buffers from which micro-batches read outputs of the prologue, by (output, argument `dim`
-        of `take`)."""
+        """Buffers with the outputs of the prologue, by (output, argument `dim` of `take`)."""
         self.counts: list[Op] = []
         """Operators of the prologue that are not in the graph of the global batch."""
         self._ops: dict[Op, list[Op]] = {}
@@ -73,8 +71,7 @@ class MicroBatchGraph:
     # Values
 
     def take(self, value: Value, dim: PassedDim) -> Value:
-        """Make `value` an output of the prologue, and return the buffer from which micro-batches
-        read `value`.
+        """Return a new buffer through which micro-batches read `value`, an output of the prologue.
 
         Args:
             value: a value in the graph of the global batch.
@@ -93,8 +90,8 @@ class MicroBatchGraph:
     def share(self, value: Value, reader: Op) -> Value:
         """Return a tensor whose sum over micro-batches is `value`.
 
-        A float is divided by the number of micro-batches. An integer is passed by the prologue to
-        the first micro-batch, and is 0 in the others.
+        Floats are divided by the number of micro-batches. The prologue passes integers to the first
+        micro-batch, and 0 to the others.
 
         Args:
             value: a value that is equal in all micro-batches.
@@ -153,8 +150,9 @@ class MicroBatchGraph:
         shared: Iterable[Value] = (),
         numbers: Mapping[str, Any] | None = None,
     ) -> None:
-        """Rewrite `op` in the graph of the micro-batch: number arguments, except sizes, get the
-        values of the global batch.
+        """Add `op` to the graph of the micro-batch, with number arguments of the global batch.
+
+        Number arguments that are sizes remain those of the micro-batch.
 
         Args:
             op: an operator in the graph of the global batch.
@@ -193,7 +191,7 @@ class MicroBatchGraph:
     def _insert_uncaptured_op(
         self, op: Op, read: Callable[[Value, int], Value | None], numbers: Mapping[str, Any]
     ) -> None:
-        """Insert an operator that capture omits for one sample, such as `x / len(x)`."""
+        """Insert an operator that captures for one sample omit, such as `x / len(x)`."""
         # Of arithmetic the shape of the result follows from broadcasting; of other operators it
         # does not.
         if op.short_name not in ARITHMETIC or len(op.outputs) > 1:
@@ -344,7 +342,7 @@ class MicroBatchGraph:
         )
 
     def _list_captured_and_added_ops(self) -> list[Op]:
-        """Return the operators of the micro-batch, each followed by its replacements."""
+        """Return the operators of the micro-batch, each followed by added operators."""
         following: dict[Op | None, list[Op]] = {}
         before = None
         for op in self.pair.batch.ops:

@@ -19,11 +19,13 @@ from shardwright.core.torch_internals import pytree
 from shardwright.core.torch_internals.operators import OpOverload
 
 SIZES = frozenset({"size", "sizes", "shape", "repeats", "output_size", "split_sizes"})
-"""Names of size arguments of PyTorch's operators. Sizes are not compared, as they may depend on the
-batch size; shapes of results are compared instead."""
+"""Names of size arguments of PyTorch's operators.
+
+Graphs are compared without sizes, which may depend on the batch size, but with shapes of results.
+"""
 
 ARITHMETIC = frozenset({"add", "sub", "rsub", "mul", "div", "pow"})
-"""Names of operators that are not captured if a number makes the operator the identity: `x / 1`."""
+"""Names of operators that capture omits if a number makes them the identity, such as `x / 1`."""
 
 NOT_CALLED = "the model calls the operator for the full batch, but not for a micro-batch"
 FEWER_TENSORS = "the operator returns fewer tensors for a micro-batch than for the batch"
@@ -67,8 +69,8 @@ class PairedGraphs:
     def ops(self) -> Mapping[Op, Op]:
         """Operators of `micro`, by the matching operator of `batch`.
 
-        Capture broadcasts dimensions of size 1, or drops them from views. So operators of a
-        micro-batch of one sample are matched by their calls and inputs.
+        Operators of a micro-batch of one sample are matched by their calls and inputs, since
+        capture broadcasts dimensions of size 1, or drops them from views.
         """
         if self.micro is self.twin:
             return self.twin_ops
@@ -89,10 +91,10 @@ class PairedGraphs:
         return ops
 
     def _match_ops_by_call(self) -> Mapping[Op, Op]:
-        """Match operators by target, source line and name.
+        """Match operators of both graphs that have equal target, source line and name.
 
         Arithmetic operators are matched by their order on the line: a micro-batch of one sample
-        lacks some of these operators, such as `x / len(x)`, so that the names of others differ.
+        lacks some of them, such as `x / len(x)`, which changes the names of the others.
         """
         own_groups = _group_ops_by_call(self.micro.ops)
         calls: dict[Op, Op] = {}
@@ -126,10 +128,11 @@ class PairedGraphs:
         return _ValueMatchUpToViews(self, self.ops, self.values).are_paired(value, micro_value)
 
     def check_operators(self, ops: Iterable[Op]) -> None:
-        """Check that each operator of a rewritten `micro` matches an operator of `batch`.
+        """Check that each operator of the rewritten graph matches an operator of `batch`, or is a
+        view.
 
         Args:
-            ops: operators of the rewritten graph.
+            ops: operators of the rewritten graph of a micro-batch.
 
         Raises:
             UnsplittableError: for the first operator that has other arguments than its match, or
@@ -180,9 +183,10 @@ class PairedGraphs:
         return max((size // micro_size for size, micro_size in pairs if micro_size), default=1)
 
     def changed_numbers(self, op: Op) -> bool:
-        """Whether a number argument of `op` depends on the batch size, as in `x / len(x)`.
+        """Whether a number argument of `op`, such as that of `x / len(x)`, depends on the batch
+        size.
 
-        Arguments that are sizes, such as the shape of a view, are not compared.
+        Sizes, such as the shape of a view, are not compared.
         """
         twin = self.twin_ops[op]
         sizes = _find_size_arguments(op, twin)
@@ -222,8 +226,10 @@ class _ValueMatchUpToViews:
         return read_equal_elements(of_batch, of_micro_batch, self.pair.shape_of_micro_batch)
 
     def source_of_inserted(self, value: Value) -> Value:
-        """Return `x` if `value` is the result of `x / len(x)`, which capture omits for one sample;
-        otherwise `value`."""
+        """Return `x` if `value` is the result of `x / len(x)`; otherwise `value`.
+
+        Capture omits this division for one sample.
+        """
         op = self.pair.batch.producer.get(value)
         while (
             op is not None
@@ -261,8 +267,9 @@ def _pair_values(graph: Graph, other: Graph, ops: Mapping[Op, Op]) -> Iterator[t
 
 
 def different_operator(graph: Graph, larger: Graph) -> tuple[Op, str] | None:
-    """Return the first operator that differs between two graphs, with the reason; None if the
-    graphs differ in sizes and numbers only.
+    """Return the first operator that differs between two graphs, with the reason.
+
+    Sizes and numbers may differ; None if nothing else does.
 
     Args:
         graph: graph of a micro-batch.
@@ -293,7 +300,7 @@ def different_operator(graph: Graph, larger: Graph) -> tuple[Op, str] | None:
 
 
 def _find_size_arguments(op: Op, matching_op: Op) -> frozenset[str]:
-    """Return the names of the arguments of `op` that are sizes, and may differ between batch sizes.
+    """Return the names of the size arguments of `op`, which may differ between batch sizes.
 
     Args:
         op: an operator in the graph of the global batch.
@@ -365,8 +372,8 @@ def merged_arguments(
     Args:
         op: an operator in the graph of the global batch.
         micro: the matching operator in the graph of a micro-batch.
-        read: function from an input of `op` and its index in `op.inputs` to its replacement; None
-            to read the input of `micro`.
+        read: returns the replacement of an input of `op`, given the input and its index in
+            `op.inputs`; None to read the input of `micro`.
 
     Returns:
         (positional arguments, keyword arguments, whether an argument differs from that of `micro`).

@@ -28,7 +28,7 @@ def keeps_elements(op: Op) -> bool:
 
 @dataclass(frozen=True)
 class Viewed:
-    """A view, the value that it views, and the view operators between both.
+    """A view, the value that it views, and the view operators between them.
 
     Args:
         result: the view.
@@ -42,12 +42,12 @@ class Viewed:
 
 
 def viewed(value: Value, graph: Graph, paired: Collection[Op]) -> Viewed:
-    """Trace a value back through view operators that the other graph lacks.
+    """Trace a value back through view operators that the other of two graphs lacks.
 
     Args:
         value: a value of `graph`.
-        graph: one of two graphs.
-        paired: operators of `graph` with a match in the other graph, which end the trace.
+        graph: one of the two graphs.
+        paired: operators of `graph` that have a match in the other graph; the trace ends at these.
     """
     source, views = value, list[Op]()
     op = graph.producer.get(source)
@@ -96,7 +96,7 @@ def _insert_unit_dim_indices(position: Sequence[int], sizes: Sequence[int]) -> E
 
 
 def _drop_unit_dim_indices(position: ElementIndex, sizes: Sequence[int]) -> ElementIndex | None:
-    """Drop dimensions of size 1 from `position`; return None for a position out of range."""
+    """Drop the indices of dimensions of size 1; return None for a position out of range."""
     pairs = list(zip(position, sizes, strict=True))
     if any(index >= size for index, size in pairs):
         return None

@@ -41,7 +41,7 @@ def states_from_reduced_inputs(flow: SampleFlow, op: Op) -> list[SampleState]:
     # Rounding, comparisons and indices are not linear; sums of integers are.
     dtypes = [value.dtype for value in (*op.outputs, *reduced)]
     is_integer = not any(each.is_floating_point or each == torch.bool for each in dtypes)
-    if not is_integer and not all(_keeps_sums(value.dtype) for value in op.outputs):
+    if not is_integer and not all(_can_add_sums_in_dtype(value.dtype) for value in op.outputs):
         raise nonlinear
     if name in ADDITIVE:
         # A condition or a weight selects, so only the other two operands are linear.
@@ -50,7 +50,7 @@ def states_from_reduced_inputs(flow: SampleFlow, op: Op) -> list[SampleState]:
             raise nonlinear
         operands = [value for value in op.inputs if value is not constant]
         # The prologue passes integers in full to one micro-batch, but it lacks the parameters.
-        if is_integer and not _can_be_shared_exactly(flow, op, operands):
+        if is_integer and not _can_add_as_exact_sum(flow, op, operands):
             raise nonlinear
         state = _infer_additive_output_state(flow, op, operands)
         return [state] * len(op.outputs)
@@ -65,15 +65,17 @@ def states_from_reduced_inputs(flow: SampleFlow, op: Op) -> list[SampleState]:
     return [flow.states[reduced[0]]] * len(op.outputs)
 
 
-def _keeps_sums(dtype: torch.dtype) -> bool:
-    """Whether operators on sums in `dtype` are linear up to rounding errors."""
+def _can_add_sums_in_dtype(dtype: torch.dtype) -> bool:
+    """Whether `dtype` is precise enough that operators on sums are linear up to rounding."""
     # Two or three bits of mantissa: PyTorch does not add 8-bit numbers either.
     return dtype.is_floating_point and dtype.itemsize > 1
 
 
-def _can_be_shared_exactly(flow: SampleFlow, op: Op, operands: list[Value]) -> bool:
-    """Whether all operands of `op`, an addition of integers in `ADDITIVE`, are sums over samples or
-    integers that the prologue computes."""
+def _can_add_as_exact_sum(flow: SampleFlow, op: Op, operands: list[Value]) -> bool:
+    """Whether `op`, an addition of integers, can be computed exactly as a sum over micro-batches.
+
+    This holds if each operand is a sum over samples, or an integer that the prologue computes.
+    """
     arguments = call_arguments(op)
     names = ("self", "input", "other")
     # A number becomes a tensor that the prologue passes to one micro-batch.
@@ -87,8 +89,8 @@ def _can_be_shared_exactly(flow: SampleFlow, op: Op, operands: list[Value]) -> b
 def _infer_additive_output_state(flow: SampleFlow, op: Op, operands: list[Value]) -> SampleState:
     """Return the `SampleState` of the output of an addition or subtraction.
 
-    If an operand is a `SUM` over micro-batches, operands that are equal in all micro-batches are
-    divided by the number of micro-batches.
+    If an operand is a sum over micro-batches, an operand that is equal in all micro-batches is
+    divided by the number of micro-batches, so that it is added once.
 
     Args:
         flow: the states determined so far.

@@ -1,4 +1,4 @@
-"""`SampleFlow`: states of a graph's values, which say how the values depend on samples."""
+"""`SampleFlow`: how each value of a graph depends on the samples of the batch."""
 
 from __future__ import annotations
 
@@ -24,17 +24,19 @@ PAIRS_SAMPLES = "the operator mixes samples: several sizes of its input depend o
 
 @dataclass
 class SampleFlow:
-    """State of each value in the graph of the global batch, with the changes to the graph of a
-    micro-batch.
+    """How each value in the graph of the global batch depends on samples, and the changes that this
+    requires in the graph of a micro-batch.
+
+    The *prologue* is a graph that runs once per step, on all samples, before the micro-batches.
 
     Args:
         pair: graphs of the global batch and of a micro-batch.
         count: number of micro-batches.
         per_micro_batch: whether batch norms compute statistics over each micro-batch.
-        states: state of each value in the graph of the global batch.
+        states: `SampleState` of each value in the graph of the global batch.
         free: values computed from inputs, buffers and constants only, without random numbers.
-        outside: values that the prologue computes once per step for all samples.
-        reduced: reduction (mean or sum over samples) of each value that both the prologue and
+        outside: values that the prologue computes.
+        reduced: "mean" or "sum" for each reduction over samples that both the prologue and the
             micro-batches compute; operators read the prologue's value.
         causes: the error of the first operator that mixes samples, for each value of state
             `UNKNOWN`.
@@ -89,13 +91,18 @@ class SampleFlow:
                 self.outside.add(value)
 
     def keeps_statistics(self, op: Op) -> bool:
-        """Whether `op` is a batch norm whose statistics are those of each micro-batch, as the user
-        requests with `batch_norm="per_micro_batch"`, not those of the whole batch."""
+        """Whether `op` is a batch norm with statistics of each micro-batch, not of the global
+        batch.
+
+        The user requests this with `batch_norm="per_micro_batch"`.
+        """
         return self.per_micro_batch and takes_statistics(op)
 
     def varying_dims(self, value: Value) -> set[int]:
-        """Return the dimensions of `value` whose sizes depend on the batch size; {-1} if their
-        number does."""
+        """Return the dimensions of `value` whose sizes depend on the batch size.
+
+        Returns {-1} if the number of dimensions depends on it.
+        """
         # Values without a match, such as those of the prologue, do not vary.
         twin = self.pair.twin_values.get(value, value)
         if len(value.shape) != len(twin.shape):
@@ -114,11 +121,11 @@ class SampleFlow:
         return next((v.shape[dim] for v, dim in pairs if isinstance(dim, int)), 1)
 
     def split_values_of_prologue(self, op: Op) -> set[SampleState]:
-        """Split inputs of `op` that the prologue computes, such as `x[permutation]`, over the
+        """Split inputs of `op` that the prologue computes, such as `x[permutation]`, into
         micro-batches.
 
         Returns:
-            The batch dimensions of the inputs that are split.
+            The batch dimensions of these inputs.
 
         Raises:
             UnsplittableError: if an input, such as `x[2:]` or `torch.eye(len(x))`, cannot be
@@ -146,7 +153,7 @@ class SampleFlow:
         return split
 
     def shared_values(self, values: Sequence[Value]) -> Sequence[Value]:
-        """Pass the outputs of the prologue among `values` to every micro-batch in full.
+        """Pass those of `values` that the prologue computes to every micro-batch in full.
 
         Returns:
             `values`.

@@ -58,8 +58,7 @@ RAGGED = {
         " shape (samples, length), padded)"
     ),
 }
-"""Reason why an operator cannot be split into micro-batches, and what to do instead, by operator
-name."""
+"""Why an operator cannot be split into micro-batches, and what to do instead, by operator name."""
 
 
 def states_from_sample_inputs(flow: SampleFlow, op: Op) -> list[SampleState]:
@@ -172,8 +171,8 @@ def _find_batch_dim_factor(flow: SampleFlow, op: Op, rule: ShardingRule) -> tupl
 def _compute_local_number_arguments(
     flow: SampleFlow, op: Op, rule: ShardingRule, factor: str
 ) -> dict[str, Any]:
-    """Return new values, by name, of number arguments that depend on the batch size, such as the
-    groups of a norm.
+    """Return the number arguments that an operator on a micro-batch replaces, such as the number of
+    groups of a norm, by name.
 
     Args:
         flow: the states determined so far.
@@ -221,12 +220,11 @@ def _reads_slice_of_shared_value(
 
 
 def _infer_reduced_state(flow: SampleFlow, op: Op, rule: ShardingRule, factor: str) -> SampleState:
-    """Return the `SampleState` of the outputs of `op`, which reduces the batch dimension: `SUM` or
-    `AVERAGE`.
+    """Return the `SampleState` of the output of a reduction over samples: `SUM` or `AVERAGE`.
 
     Args:
         flow: the states determined so far.
-        op: an operator in the graph of the global batch.
+        op: an operator in the graph of the global batch that reduces the batch dimension.
         rule: the sharding rule of `op`.
         factor: the sharding factor of the batch dimension.
 

@@ -66,7 +66,8 @@ def sample_dim_of_index(op: Op, states: Mapping[Value, SampleState]) -> int | No
     from_end = next((d for d, size in enumerate(rows[0].shape) if size > 1), 0) - len(rows[0].shape)
 
     def follows(index: Value) -> bool:
-        """Whether `index` is equal for all samples, or its batch dimension aligns with `rows`."""
+        """Whether `index` is equal for all samples, or has its batch dimension where `rows` has
+        it."""
         state, shape = states.get(index), index.shape
         if state == WHOLE:
             return len(shape) < -from_end or shape[from_end] == 1

@@ -56,7 +56,7 @@ def states_from_shared_inputs(flow: SampleFlow, op: Op, free: bool) -> list[Samp
     # Such as `zeros(len(x))`: each micro-batch makes its rows of a tensor whose rows are all equal.
     for value in op.outputs:
         dims = flow.varying_dims(value)
-        if len(dims) != 1 or not _are_slices_equal_along(flow, value, *dims):
+        if len(dims) != 1 or not _has_interchangeable_slices(flow, value, *dims):
             raise UnsplittableError(
                 op, "the shape of the operator's output depends on the batch size"
             )
@@ -66,7 +66,7 @@ def states_from_shared_inputs(flow: SampleFlow, op: Op, free: bool) -> list[Samp
 
 
 def state_from_positions(flow: SampleFlow, op: Op) -> SampleState | None:
-    """Return the state of the output of `op`, which reads the indices of all samples (`POSITIONS`).
+    """Return the `SampleState` of the output of `op`, which reads the indices of all samples.
 
     Returns None unless `op` reshapes the indices, or selects a slice of each sample, as in
     `logits[arange(len(x)), last]`.
@@ -96,8 +96,9 @@ def _is_arange_over_samples(flow: SampleFlow, op: Op) -> bool:
     return begins and op.output.shape == (flow.num_samples(),)
 
 
-def _are_slices_equal_along(flow: SampleFlow, value: Value, dim: int) -> bool:
-    """Whether all slices of `value` along `dim` are equal, as of an expanded tensor."""
+def _has_interchangeable_slices(flow: SampleFlow, value: Value, dim: int) -> bool:
+    """Whether all slices of `value` along `dim` are equal (as in an expanded tensor), or are random
+    numbers of equal distribution."""
     if dim < 0:
         return False
     op = flow.pair.batch.producer.get(value)
@@ -125,7 +126,7 @@ def _are_slices_equal_along(flow: SampleFlow, value: Value, dim: int) -> bool:
     carriers = [(v, dims) for v, dims in read if factor in dims]
     # Without an input along the dimension nothing proves that slices are equal.
     return bool(carriers) and all(
-        dims.count(factor) == 1 and _are_slices_equal_along(flow, v, dims.index(factor))
+        dims.count(factor) == 1 and _has_interchangeable_slices(flow, v, dims.index(factor))
         for v, dims in carriers
     )
 

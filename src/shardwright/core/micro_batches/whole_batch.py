@@ -53,15 +53,17 @@ def with_whole_batch(
     try:
         pair = _pair_batch_and_micro_batch(graph, micro_batches, captured)
         # Python code runs once per batch, around all micro-batches.
-        if not _have_equal_python(pair.batch.python, graph.python):
+        if not _have_equal_python_state(pair.batch.python, graph.python):
             return replace(graph, whole_batch=OTHER_PYTHON)
         return graph_of_micro_batch(SampleFlow(pair, micro_batches, per_micro_batch))
     except UnsplittableError as mixed:
         return replace(graph, whole_batch=str(mixed))
 
 
-def _have_equal_python(of_batch: PythonCall | None, of_micro_batch: PythonCall | None) -> bool:
-    """Whether the Python code of `forward` reads and stores the same values in both captures."""
+def _have_equal_python_state(
+    of_batch: PythonCall | None, of_micro_batch: PythonCall | None
+) -> bool:
+    """Whether the Python code of `forward` reads and stores equal values in both captures."""
     if of_batch is None or of_micro_batch is None:
         return of_batch is of_micro_batch
     return (
