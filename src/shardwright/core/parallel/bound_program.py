@@ -32,10 +32,10 @@ class BoundProgram:
         draws_random_numbers: whether an operator draws random numbers, as dropout does.
         devices: this rank's view of the program's device matrix, whose axes may differ from the
             plan's.
-        off_path: rejects gradients with respect to an output, such as `torch.autograd.grad(loss,
-            hidden)`, that would miss the contribution of other outputs.
-        local_outputs: number of local batches, by name of each output that this rank returns only
-            for its local batch.
+        off_path: rejects a gradient with respect to an output that would miss terms of other
+            outputs, such as `torch.autograd.grad(loss, hidden)`.
+        local_outputs: number of local batches, by output name, for outputs with the samples of this
+            rank's local batch only.
     """
 
     graph: Graph
@@ -49,7 +49,8 @@ class BoundProgram:
 
     @property
     def python(self) -> PythonCall | None:
-        """The captured Python code that runs around the graph; None if only the graph runs."""
+        """The Python code captured around the graph by TorchDynamo; None if a call runs the graph
+        only."""
         return self.graph.python
 
     @cached_property
@@ -104,5 +105,6 @@ class BoundStep:
 
     @property
     def python(self) -> PythonCall | None:
-        """The captured Python code that runs around the graph; None if only the graph runs."""
+        """The Python code captured around the graph by TorchDynamo; None if a call runs the graph
+        only."""
         return self.step.partitioned.graph.python

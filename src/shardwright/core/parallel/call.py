@@ -20,8 +20,8 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def argument_key(leaf: Any) -> Any:
-    """Return the cache key of one argument: shape, dtype and requires_grad of a tensor, or the type
-    and value of a Python object.
+    """Return the cache key of an argument: shape, dtype and requires_grad of a tensor, or the type
+    and value of another object.
 
     The type is part of the key because `True == 1 == 1.0`.
     """
@@ -100,8 +100,15 @@ class PlannedCall:
         return (), {name: named[name] for name in sorted(named, key=[*keywords, *named].index)}
 
     def planned_indices(self, spec: pytree.TreeSpec) -> list[int | None]:
-        """Return, for each leaf of a call with structure `spec`, the index of the leaf at the same
-        path in the planned call; None for a leaf that the planned call did not pass."""
+        """Map the leaves of a call to leaves of the planned call by their paths.
+
+        Args:
+            spec: structure of the call's arguments.
+
+        Returns:
+            For each leaf, the index of the planned leaf; None for a leaf that the planned call
+            lacks.
+        """
         if spec not in self._planned_indices:
             # Classes that the user has registered may lack keys, of which the paths consist.
             pytree.register_keys(spec)

@@ -56,8 +56,10 @@ class CallLeaves:
         return result
 
     def _get_local_batch_axes(self, planned_leaf: object) -> CutAxes:
-        """Return, per dimension, the axes that shard an input passed as local batches; () if ranks
-        pass the global batch."""
+        """Return the mesh axes that shard each dimension of an input passed as local batches.
+
+        Returns () if ranks pass the global batch.
+        """
         arrivals = self.partitioned.decisions.arrivals
         return arrivals.get(planned_leaf.name, ()) if isinstance(planned_leaf, Value) else ()
 

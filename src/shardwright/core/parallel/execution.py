@@ -46,7 +46,7 @@ from shardwright.errors import PlanError
 
 
 class StepCall(NamedTuple):
-    """A call of a training step.
+    """The training step for a call, with the arguments of the call.
 
     Args:
         bound: the step.
@@ -140,7 +140,7 @@ class Execution(ModelCalls):
         """Run a training step, and accumulate its gradients in the parameters.
 
         Args:
-            step_call: the step and its inputs.
+            step_call: the step, with the arguments of the call.
             constants: current values of the graph's constants, by name.
             outputs: names of the outputs to collect.
         """
@@ -177,8 +177,10 @@ class Execution(ModelCalls):
     def _assemble_outputs(
         self, step: TrainStep, local_outputs: Mapping[str, list[Tensor]], names: frozenset[str]
     ) -> dict[str, Any]:
-        """Return the outputs of a step with these names for the global batch, or for the local
-        batch of this rank. Collective."""
+        """Assemble the outputs `names` of a step from those of its micro-batches. Collective.
+
+        They have the samples of the global batch or, if ranks pass local batches, of this rank's.
+        """
         partitioned = step.partitioned
         outputs = StepOutputs(partitioned, self.devices, self._make_program_devices(partitioned))
         # In the order of the graph, as all ranks must issue collectives in one order.
@@ -265,11 +267,12 @@ class Execution(ModelCalls):
         }
 
     def forget_removed_hooks(self) -> None:
-        """Drop captured forward hooks that the user has removed by their handles."""
+        """Drop captured forward hooks whose handles the user has removed."""
         self._state.forget_removed_hooks()
 
     def _get_or_capture_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepCall:
-        """Return the training step for a call, with the call's inputs."""
+        """Return the training step for a call, captured if necessary, with the arguments of the
+        call."""
         self.complete_initialization()
         call = self._planned_call.reorder_arguments(args, kwargs)
         leaves, spec = full_leaves(call)

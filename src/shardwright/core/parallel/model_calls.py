@@ -51,10 +51,12 @@ from shardwright.errors import PlanError
 log = logging.getLogger(__name__)
 
 MAX_CACHED_PROGRAMS = 64
-"""Capacity of the caches of programs and of training steps; the least recently used is evicted.
+"""Maximum number of cached programs, and of cached training steps; then the least recently used one
+is evicted.
 
-Most runs have a few specializations; without a limit, caches of runs with many sequence lengths
-would grow without bound."""
+Most runs need few; without a limit, a run with many sequence lengths would cache a program for each
+of them.
+"""
 
 Bound = TypeVar("Bound")
 
@@ -63,7 +65,7 @@ class ModelCalls(Recapture):
     """Calls of a planned model on the devices of the running process group.
 
     A call in another mode (`eval()`), or with other arguments or shapes than planned, captures the
-    model again, and keeps the plan's sharding where it divides the shapes.
+    model again, with the plan's sharding as far as it divides the shapes.
 
     Args:
         module: the model, with parameters stored as planned.
@@ -87,9 +89,11 @@ class ModelCalls(Recapture):
         if depends_on_calls and partitioned.pipeline.sums_micro_batches:
             raise PlanError(ONCE_PER_BATCH)
         self.captured_hooks = nn.Module()
-        """Module that stores what programs contain, so that it does not run twice: forward hooks of
-        the root module, and a `forward` set on its instance. If TorchDynamo captured the model,
-        hooks stay on the root module and run around the program."""
+        """Owner of the root module's forward hooks, and of a `forward` set on its instance, while
+        programs contain them: on the root module they would run twice.
+
+        If TorchDynamo captured the model, hooks stay on the root module and run around the program.
+        """
         # Rank 0's seed on all ranks, so that ranks with equal shards draw equal random numbers.
         self.random_seed = devices.common_seed()
         self.random_step = 0
@@ -125,7 +129,7 @@ class ModelCalls(Recapture):
 
     @property
     def _has_gradients(self) -> bool:
-        """Whether the model has gradients, to which the next backward pass adds.
+        """Whether gradients are left from earlier backward passes, to which the next one adds.
 
         False with pipeline stages, whose ranks train different parameters.
         """
@@ -317,7 +321,7 @@ class ModelCalls(Recapture):
         return self.devices.with_matrix(partitioned.mesh, dtensor_axes(partitioned))
 
     def _evict_least_recently_used(self, cache: dict[tuple[Any, ...], Any]) -> None:
-        """Make room for one entry in `cache`; programs of the planned specialization stay."""
+        """Evict the least recently used entry from a full `cache`; programs of the plan stay."""
         planned = self._planned_specialization
         # Step keys extend the planned specialization by the number of micro-batches.
         other_keys = [
@@ -329,7 +333,7 @@ class ModelCalls(Recapture):
 
 
 def touch_cache_entry(cache: dict[tuple[Any, ...], Bound], key: tuple[Any, ...]) -> Bound:
-    """Move the entry of `key` to the end of `cache`, and return it."""
+    """Mark the entry of `key` as most recently used, the last in `cache`, and return it."""
     # Dictionaries keep the order of insertion.
     cache[key] = cache.pop(key)
     return cache[key]

@@ -44,12 +44,10 @@ from shardwright.errors import CaptureError, MixedTensorsError, PlanError
 log = logging.getLogger(__name__)
 
 INITIALIZERS = ("init_weights", "initialize_weights", "reset_parameters", "apply")
-"""Methods that initialize parameters, by the conventions of PyTorch, torchtitan and
-transformers."""
+"""Names of methods that initialize parameters in PyTorch, torchtitan and transformers."""
 
 DECODERS = ("generate",)
-"""Methods that call a model or its submodules many times, with caches, by the convention of
-transformers."""
+"""Names of methods of transformers' models that call the model many times, with caches."""
 
 COMPILE_REMEDY = "call `net.compile()`, which compiles the programs of a planned model"
 
@@ -137,7 +135,7 @@ class ParallelModule(Copyable, nn.Module):
 
     @property
     def program(self) -> Program:
-        """This rank's first program; its only program without pipeline stages."""
+        """The first program of this rank; without pipeline stages, the only one."""
         return self.programs[0]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -262,7 +260,7 @@ def parallel_module(
     if initialization.names and other_stages:
         initialization.add_placeholders(stored, template, other_stages)
     # Not by assignment, which a `__setattr__` of the model may intercept.
-    parallel_class = _derive_class(stored, user_forward)
+    parallel_class = _derive_planned_class(stored, user_forward)
     execution.class_names = frozenset(vars(parallel_class))
     object.__setattr__(stored, "__class__", parallel_class)
     assert isinstance(stored, ParallelModule)
@@ -272,7 +270,9 @@ def parallel_module(
     return stored
 
 
-def _derive_class(module: nn.Module, user_forward: Callable[..., Any]) -> type[ParallelModule]:
+def _derive_planned_class(
+    module: nn.Module, user_forward: Callable[..., Any]
+) -> type[ParallelModule]:
     """Derive the class of a planned model from the user's class.
 
     The derived class has the name of the user's class, by which libraries look up models, and the

@@ -13,7 +13,7 @@ from shardwright.core.runtime.dtensor import detached_local
 from shardwright.core.torch_internals.tensors import copy_all_
 
 TensorOwner = tuple[str, nn.Module, str]
-"""Full name of a buffer, the module that owns it, and its name in that module."""
+"""(Full name of a buffer, module that owns it, name of the buffer in that module)."""
 
 
 @dataclass(frozen=True)
@@ -44,13 +44,13 @@ class ModuleTensors:
         return cls(tensors, tuple(map(owner, buffers)))
 
     def read(self) -> tuple[Mapping[str, Tensor], dict[str, Tensor]]:
-        """Return (parameters by name, local tensors of the buffers by name)."""
+        """Return (parameters, local tensors of the buffers), both by name."""
         # Local shards, as frozen parameters that `forward` updates are buffers of the graph, but
         # DTensors.
         return self.parameters, {n: detached_local(getattr(m, leaf)) for n, m, leaf in self.buffers}
 
     def write(self, changed: Mapping[str, Tensor]) -> None:
-        """Copy the tensors of `changed` into the buffers and parameters with equal names."""
+        """Copy the tensors in `changed` into the buffers and parameters of the same names."""
         if changed:
             _, buffers = self.read()
             with torch.no_grad():

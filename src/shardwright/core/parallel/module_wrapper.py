@@ -28,7 +28,7 @@ class ModuleWrapper(nn.Module):
         """Make this module a wrapper of `module`.
 
         Raises:
-            PlanError: if the model and the wrapper have an attribute with the same name.
+            PlanError: if the wrapper and `module` have an attribute of the same name.
         """
         # A wrapper may wrap again, for example the planned model; until then assignments are its
         # own.

@@ -38,8 +38,7 @@ _BACKWARD = (Tensor.backward, torch.autograd.backward)
 def as_output_tensor(
     tensor: DTensor, watch: Callable[[Tensor], None] | None = None
 ) -> OutputTensor:
-    """Convert a sharded output of a planned model, in place, to a DTensor subclass that is gathered
-    when an operator combines it with an ordinary tensor.
+    """Convert a sharded output of a planned model to an `OutputTensor`, in place.
 
     Args:
         tensor: an output of the model, or a tensor computed from one.
@@ -102,7 +101,7 @@ class OutputTensor(DTensor):
                     raise
                 reason = error
             else:
-                _make_output_tensors(results, tensors)
+                _convert_to_output_tensors(results, tensors)
                 return results
         if _is_in_place_on_output(name, args, kwargs):
             # In-place changes of the gathered copy would be lost.
@@ -117,11 +116,11 @@ class OutputTensor(DTensor):
 
 
 def _run_backward_of_outputs(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run `func`, a `backward` function, which autograd cannot run on a mix of DTensors and
-    ordinary tensors.
+    """Run `func`, a `backward` function of autograd, on outputs of a planned model.
 
-    If any output or gradient is an ordinary tensor, the outputs are gathered. Tensors in the
-    argument `inputs` are not, since autograd accumulates into their `.grad`.
+    Autograd cannot mix DTensors and ordinary tensors: if any output or gradient is an ordinary
+    tensor, all are gathered. Tensors in the argument `inputs` stay, since autograd accumulates into
+    their `.grad`.
     """
     inputs = {key: kwargs[key] for key in ("inputs",) if key in kwargs}
     arguments = args, {key: value for key, value in kwargs.items() if key not in inputs}
@@ -132,7 +131,7 @@ def _run_backward_of_outputs(func: Any, args: tuple[Any, ...], kwargs: dict[str,
         return func(*arguments[0], **arguments[1], **inputs)
 
 
-def _make_output_tensors(results: Any, tensors: Sequence[Tensor]) -> None:
+def _convert_to_output_tensors(results: Any, tensors: Sequence[Tensor]) -> None:
     """Convert the DTensors that a function has created to `OutputTensor`s, in place.
 
     Args:
@@ -149,8 +148,7 @@ def _make_output_tensors(results: Any, tensors: Sequence[Tensor]) -> None:
 
 
 def _is_in_place_on_output(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether calling the function `name` with these arguments changes an `OutputTensor` in
-    place."""
+    """Whether the call of `name` with these arguments changes an `OutputTensor` in place."""
     # Dunder methods end with `__`; those that write are listed in `_WRITES`.
     changes = name in _WRITES or (name.endswith("_") and not name.endswith("__"))
     written = [*args[:1]] if changes else []

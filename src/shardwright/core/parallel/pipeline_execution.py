@@ -70,15 +70,17 @@ class PipelineExecution(Execution):
         step_call = self._get_or_capture_step(args, kwargs)
         graph, python = step_call.bound.step.partitioned.graph, step_call.bound.python
         if python is None:
-            return graph.result(self._evaluate(step_call, {}))
+            return graph.result(self._run_forward_of_stages(step_call, {}))
 
         # The captured Python rebuilds results of the user's own classes.
         def program(constants: Mapping[str, Tensor]) -> ProgramResults:
-            return self._python.results(graph, self._evaluate(step_call, constants))
+            return self._python.results(graph, self._run_forward_of_stages(step_call, constants))
 
         return self._python.run(python, program, step_call.call)
 
-    def _evaluate(self, step_call: StepCall, constants: Mapping[str, Tensor]) -> list[Any]:
+    def _run_forward_of_stages(
+        self, step_call: StepCall, constants: Mapping[str, Tensor]
+    ) -> list[Any]:
         """Run forward over all micro-batches, and return the outputs of the graph.
 
         Args:

@@ -91,7 +91,7 @@ class StageModule(nn.Module):
     """One chunk of a model as a module that PyTorch's schedules call.
 
     Args:
-        chunk: the part of the model that one pass of a schedule runs.
+        chunk: operators of one stage that a schedule runs without interruption.
         program: the program of `chunk` on this rank.
         model_graph: the graph of the full model, whose inputs the chunk reads.
     """
@@ -155,7 +155,7 @@ class StageModule(nn.Module):
         return [*(leaves[index] for index in self._input_indices), *received]
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """Yield the leaves in which gradients accumulate: tensors of the step, not `nn.Parameter`s.
+        """Yield the tensors in which a step accumulates gradients, instead of `nn.Parameter`s.
 
         A split backward pass differentiates with respect to the tensors that `parameters()` yields.
         """
@@ -163,7 +163,7 @@ class StageModule(nn.Module):
 
 
 def _detach_unless_trained(value: Value, tensor: Tensor) -> Tensor:
-    """Detach `tensor`, the result for `value` in the graph, unless the loss needs its gradient."""
+    """Detach `tensor`, the result for `value`, unless gradients flow back through it."""
     # Both sides of the boundary must agree on which values get a gradient back.
     return tensor if value.requires_grad else tensor.detach()
 
@@ -243,7 +243,9 @@ class RankStages:
         # The schedule collects losses on the last stage only.
         loss = torch.stack(losses).sum().detach() if losses else self._make_empty_loss()
         self._broadcast_from_stage(self._last_stage_index, loss)
-        return StepResults(loss, gradients, self._end_updates(step, inputs), step.outputs)
+        return StepResults(
+            loss, gradients, self._collect_buffer_updates(step, inputs), step.outputs
+        )
 
     def evaluate(self, inputs: StepInputs) -> tuple[dict[str, list[Tensor]], dict[str, Tensor]]:
         """Run forward over all micro-batches.
@@ -261,7 +263,7 @@ class RankStages:
             # Frees the gathered parameters; without a backward pass there are no gradients.
             for module in self.modules:
                 module.unsharded.end_step()
-            updated = self._end_updates(step, inputs)
+            updated = self._collect_buffer_updates(step, inputs)
         return step.outputs, updated
 
     def _multiply_by_loss_weight(self, loss: Tensor, index: Tensor | int) -> Tensor:
@@ -269,7 +271,7 @@ class RankStages:
         # micro-batch.
         return loss * self._loss_weight
 
-    def _end_updates(self, step: StepContext, inputs: StepInputs) -> dict[str, Tensor]:
+    def _collect_buffer_updates(self, step: StepContext, inputs: StepInputs) -> dict[str, Tensor]:
         """Return the new values of the buffers of this stage, including buffers that another stage
         updates. Collective."""
         updated = step.buffers.end_step()
@@ -371,7 +373,7 @@ class RankStages:
     def _reduce_shared_gradients(
         self, shards: Mapping[str, Tensor], gradients: dict[str, Tensor]
     ) -> None:
-        """All-reduce the gradients of parameters that several stages own."""
+        """All-reduce the gradients of parameters that several pipeline stages own."""
         for name, group in self._groups_of_shared_parameters.items():
             # Frozen parameters have no gradient on any stage.
             if name in self._trained_names:
@@ -405,7 +407,13 @@ def groups_of(partitioned: Partitioned) -> tuple[tuple[int, ...], ...]:
 
 
 def _make_boundary_meta_tensor(value: Value, axes: CutAxes, chunk: Chunk) -> Tensor:
-    """Return a meta tensor with the local shape of `value`, which stages send in layout `axes`."""
+    """Return a meta tensor with the shape of a local shard that stages send.
+
+    Args:
+        value: the sent value.
+        axes: mesh axes that shard each dimension of `value`.
+        chunk: the chunk that sends or receives `value`.
+    """
     shape = TensorLayout(chunk.mesh, axes).shard_shape(value.shape)
     empty = torch.empty(shape, dtype=value.dtype, device="meta")
     return empty.requires_grad_(value.requires_grad)
@@ -437,8 +445,11 @@ def can_split_backward(module: StageModule) -> bool:
 
 
 def _make_empty_weight_gradient_pass() -> Any:
-    """Return an empty weight-gradient pass (W): the `dw_builder` of chunks that compute all
-    gradients in the input-gradient pass (I)."""
+    """Return an empty weight-gradient pass (W), for chunks whose input-gradient pass (I) computes
+    all gradients.
+
+    Passed to PyTorch's stages as `dw_builder`.
+    """
     return _skip_pass
 
 

@@ -37,7 +37,7 @@ MAX_PROGRAMS = 8
 `torch.compile`."""
 
 ProgramResults = tuple[Sequence[Any], Mapping[str, Tensor]]
-"""The outputs of the graph, and the buffers of the model by name."""
+"""(Outputs of the graph, buffers of the model by name)."""
 
 
 class PythonCalls:
@@ -111,7 +111,9 @@ class PythonCalls:
     def _record_changed_numbers(
         self, last_program: PythonCall, num_programs: int, call: Call
     ) -> None:
-        """Record the Python numbers that have changed since `last_program` was captured.
+        """Record which Python numbers have changed since the latest program was captured.
+
+        The next capture makes them inputs of the program.
 
         Raises:
             PlanError: if there are already `MAX_PROGRAMS` programs.
@@ -142,7 +144,10 @@ class PythonCalls:
         state = {name: value for name, value in vars(self._module).items() if name != "execution"}
         module = alias_module(self._module, type(self._module), state)
         captured = CapturedCall.of(module, *call, autocast, self._planned)
-        with naming_local_map(module, *call), _tensors_of_all_stages(module, self._template):
+        with (
+            naming_local_map(module, *call),
+            _fill_in_tensors_of_other_stages(module, self._template),
+        ):
             try:
                 return capture_python(captured, compute_dtype, self._changing_numbers)
             except CaptureError:
@@ -161,14 +166,15 @@ class PythonCalls:
                 raise _make_capture_error(error, module) from error
 
     def run(self, python: PythonCall, program: ConstantsProgram, call: Call) -> Any:
-        """Run the captured Python code of a call, with `program` in place of the captured tensor
-        operations."""
-        with _unchanged_buffers(self._planned, python.assigned):
+        """Run the captured Python code of a call; `program` replaces the tensor operations."""
+        with _restore_buffers_on_exit(self._planned, python.assigned):
             return python.run(program, self._module, *call)
 
     def results(self, graph: Graph, outputs: Sequence[Any]) -> ProgramResults:
-        """Return (outputs of a graph, the model's buffers); outputs that `forward` stores in Python
-        objects are gathered."""
+        """Return (outputs of a graph, the model's buffers) for the captured Python code.
+
+        Outputs that `forward` stores in Python objects are gathered.
+        """
         # Outputs beyond those of `forward` are stored in Python objects.
         first = graph.out_spec.num_leaves
         # Copies, as a program returns a parameter itself for `parameter.detach().clone()`.
@@ -181,7 +187,8 @@ class PythonCalls:
         return [*outputs[:first], *stored], dict(self._module.named_buffers())
 
     def on_device(self, constants: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return `constants` as full tensors on the device of the programs."""
+        """Return `constants` on the device of the programs, gathered to full tensors unless they
+        require gradients."""
         return {
             name: _gather_unless_differentiable(tensor).to(self._device)
             for name, tensor in constants.items()
@@ -189,11 +196,10 @@ class PythonCalls:
 
 
 @contextmanager
-def _unchanged_buffers(module: nn.Module, names: Iterable[str]) -> Iterator[None]:
-    """Context that restores the buffers called `names` on exit.
+def _restore_buffers_on_exit(module: nn.Module, names: Iterable[str]) -> Iterator[None]:
+    """Within the context, let `forward` assign buffers `names`; restore them at the end.
 
-    Where `forward` assigns a new tensor to a buffer, the program writes the values into the old
-    tensor instead.
+    The program writes the new values into the old buffers instead.
     """
     before: list[tuple[dict[str, Any], str, Any]] = []
     for path, _, name in (name.rpartition(".") for name in names):
@@ -207,9 +213,11 @@ def _unchanged_buffers(module: nn.Module, names: Iterable[str]) -> Iterator[None
 
 
 @contextmanager
-def _tensors_of_all_stages(module: nn.Module, template: nn.Module) -> Iterator[None]:
-    """Context in which `module` has the meta tensors of `template` in place of parameters and
-    buffers that only other pipeline stages own."""
+def _fill_in_tensors_of_other_stages(module: nn.Module, template: nn.Module) -> Iterator[None]:
+    """Within the context, replace the missing tensors of `module` by meta tensors of `template`.
+
+    Parameters and buffers that only other pipeline stages own are missing.
+    """
     filled: list[tuple[dict[str, Any], str]] = []
     templates = dict(template.named_modules())
     for path, child in module.named_modules():

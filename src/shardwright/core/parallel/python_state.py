@@ -42,7 +42,7 @@ from shardwright.core.torch_internals.modules import own_buffers, own_modules
 from shardwright.errors import PlanError
 
 Attributes = Iterable[tuple[str, str, str]]
-"""Attributes, each as (module path, attribute name, content as text), as in `Graph.attributes`."""
+"""(Module path, attribute name, content as text) of each attribute, as in `Graph.attributes`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +59,7 @@ class StateKey:
 
 
 class SetByForward(Unavailable):
-    """Placeholder of an attribute that `forward` sets; every use raises an error."""
+    """Placeholder of an attribute that `forward` sets; every use raises a `PlanError`."""
 
     def __init__(self, path: str, name: str) -> None:
         attribute = f"{path}.{name}".removeprefix(".")
@@ -130,7 +130,7 @@ class PythonState:
         result._record_planned_submodules()
         result._names, result._keys = dict(self._names), dict(self._keys)
         result._referenced_values = dict(self._referenced_values)
-        result._record_current_state()
+        result._record_python_state()
         return result
 
     def _record_planned_submodules(self) -> None:
@@ -146,7 +146,7 @@ class PythonState:
         self._planned_children = list(map(dict, self._parents))
 
     def watch(self, attributes: Attributes) -> None:
-        """Watch further `attributes`, which a later capture reads or sets."""
+        """Watch further attributes, which a later capture reads or sets."""
         for path, name, captured in attributes:
             # Fingerprints of all hooks and classes, which `key` compares module by module instead.
             if name in OF_MODULES:
@@ -155,12 +155,12 @@ class PythonState:
                 self._by_path[path].__dict__[name] = SetByForward(path, name)
             else:
                 self._names[path, name] = captured
-        self._record_current_state()
+        self._record_python_state()
 
     def key(self) -> StateKey:
-        """Return the key of the current state: the same object for equal states of this module.
+        """Return the key of the current Python state: one object for equal states.
 
-        Ranks with equal states have keys with equal contents.
+        Keys of ranks with equal states have equal contents.
 
         Raises:
             PlanError: for a hook or submodule that was added or replaced since capture.
@@ -173,9 +173,9 @@ class PythonState:
         # The number of all hooks registered in the process: as long as it is equal, no hook is new.
         if num_registered_hooks() != self._registered:
             self._check_hooks()
-            self._record_current_state()
+            self._record_python_state()
         elif not self._is_state_unchanged():
-            self._record_current_state()
+            self._record_python_state()
         return self._key
 
     def forget_removed_hooks(self) -> None:
@@ -207,8 +207,10 @@ class PythonState:
         return {path: counts for path, counts in added.items() if any(counts)}
 
     def copy_to(self, template: nn.Module) -> None:
-        """Copy attributes, training modes and buffers to `template` before a capture, and drop its
-        hooks that the user has removed."""
+        """Copy attributes, training modes and buffers to `template` before a capture.
+
+        Hooks whose handles the user has removed are removed from `template` too.
+        """
         copies = dict(template.named_modules())
         memo = self._map_ids_to_template_copies(template)
         of_modules = (p for p in self._names if not p[0].startswith((GLOBALS, BUFFERS)))
@@ -266,7 +268,7 @@ class PythonState:
                 )
         self._forwards = list(map(_forward_of, self._submodules))
 
-    def _record_current_state(self) -> None:
+    def _record_python_state(self) -> None:
         """Record the current Python state, and the data with which a call detects changes.
 
         Most steps find no change, so the loops over all modules run in C (`map`, `itemgetter`).

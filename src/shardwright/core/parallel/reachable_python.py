@@ -20,11 +20,14 @@ from shardwright.core.graph.graph import Graph
 log = logging.getLogger(__name__)
 
 MAX_EQUAL_GRAPHS = 8
-"""Number of states with equal graphs after which further changes are ignored, as each change takes
-a capture."""
+"""Number of changes without effect on the graph after which changes are ignored.
+
+Comparing graphs takes a capture for each change.
+"""
 
 MAX_CACHED_GRAPHS = 8
-"""Maximum number of specializations (modes, shapes, batch sizes) whose last graph is cached."""
+"""Maximum number of calls that differ in modes, shapes or batch sizes whose last graph is
+cached."""
 
 MAX_COMPARED_OBJECTS = 2_000
 """Maximum number of objects compared in each call, as an attribute may be a data set."""
@@ -61,8 +64,7 @@ class ReachablePython:
         return result
 
     def key(self, specialization: tuple[object, ...]) -> tuple[object, ...]:
-        """Return `specialization`, with the version of the Python state appended if the state has
-        changed since planning."""
+        """Return `specialization`, extended by `version` once the Python state has changed."""
         return (*specialization, "Python state", self.version) if self.version else specialization
 
     def compare(self, specialization: Hashable, graph: Graph) -> None:
@@ -99,7 +101,10 @@ class ReachablePython:
         return len(self._unread_versions) >= MAX_EQUAL_GRAPHS and not self._is_read
 
     def update(self) -> None:
-        """Increment `version` if the watched Python state has changed since the last call."""
+        """Increment `version` if the watched Python state has changed since the last call.
+
+        Ignored once guards cover the state, or enough changes had no effect.
+        """
         if self.is_guarded or self._ignores_further_changes:
             return
         # One change suffices: a version stands for the state of all objects.

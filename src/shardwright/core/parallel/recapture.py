@@ -1,4 +1,5 @@
-"""Capture a planned model for another specialization, with the plan's decisions."""
+"""Capture a planned model again, for calls that differ from the planned call, with the plan's
+decisions."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ log = logging.getLogger(__name__)
 
 
 class Recapture:
-    """A planned model and the state that its programs depend on.
+    """A planned model that can be captured again for other calls than planned.
 
     Args:
         module: the model, with parameters stored as planned.
@@ -101,16 +102,18 @@ class Recapture:
 
     @property
     def _attributes_set_by_forward(self) -> Collection[tuple[str, str, str]]:
-        """The entries of `Graph.attributes` that `forward` sets.
+        """Entries of `Graph.attributes` that `forward` sets, if captures may have guards; else
+        empty.
 
-        Empty if no later capture can have guards, as only such a capture sets them in each call.
+        Only captures with guards set attributes in each call.
         """
         if self._excludes_guards:
             return ()
         return [entry for entry in self.partitioned.graph.attributes if entry[2] == SET]
 
     def _move_attributes_to_user_class(self) -> None:
-        """Move attributes set on the planned model's class, `type(net)`, to the user's class."""
+        """Move class attributes set on the planned model, as by `type(net).x = 1`, to the user's
+        class."""
         planned, user_class = type(self.module), type(self._user_module)
         names = vars(planned).keys() - self.class_names
         for name in (name for name in names if not name.startswith(("__", "_abc_"))):
@@ -118,7 +121,7 @@ class Recapture:
             delattr(planned, name)
 
     def _make_specialization_key(self, spec: pytree.TreeSpec, leaves: list[Any]) -> tuple[Any, ...]:
-        """Return the cache key of the current specialization.
+        """Return the cache key of the program for a call.
 
         Args:
             spec: the structure of the call's arguments.
@@ -135,8 +138,11 @@ class Recapture:
         return *self._make_module_state_key(), spec, tuple(leaves)
 
     def _make_module_state_key(self) -> tuple[Hashable, Hashable, Hashable]:
-        """Return the cache key (Python state, parameters frozen or unfrozen since planning,
-        (autocast dtype, default dtype))."""
+        """Return the part of a program's cache key that does not depend on arguments.
+
+        Returns:
+            (Python state, parameters frozen or unfrozen since planning, (autocast, default dtype)).
+        """
         frozen = self._parameters_as_planned.frozen_or_unfrozen()
         return (
             self._state.key(),
@@ -146,8 +152,7 @@ class Recapture:
 
     @property
     def _caller_autocast(self) -> Autocast:
-        """Autocast region of the caller. Programs run outside of the region, and contain the casts
-        of the region as operators."""
+        """Autocast region of the caller; programs run outside it, with its casts as operators."""
         return Autocast.around(self.devices.device)
 
     def _capture_specialization(

@@ -54,7 +54,7 @@ def simulate_stages(
 
 @dataclass
 class _ForwardPassOfChunk:
-    """Tensors received and returned by one chunk in the forward pass of one micro-batch."""
+    """Tensors of one chunk in the forward pass of one micro-batch: received and returned."""
 
     received: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
@@ -100,7 +100,7 @@ class _ChunkSequence:
             losses.append(loss.detach())
             self._run_backward_of_all_chunks(run, loss)
         total = torch.stack(losses).sum()
-        return StepResults(total, self._sum_gradients(), step.buffers.end_step(), {})
+        return StepResults(total, self._end_step_and_sum_gradients(), step.buffers.end_step(), {})
 
     def _run_forward_of_all_chunks(self, micro_batch: int) -> list[_ForwardPassOfChunk]:
         """Run all chunks forward for one micro-batch."""
@@ -142,8 +142,9 @@ class _ChunkSequence:
             # Chunk 0 is the last of this loop, so its index -1 is not used.
             starts = runs[module.chunk.number - 1].outputs
 
-    def _sum_gradients(self) -> dict[str, Tensor]:
-        """Return the gradients of local shards by name, summed over chunks and stages."""
+    def _end_step_and_sum_gradients(self) -> dict[str, Tensor]:
+        """End the step; return the gradients of local shards, summed over chunks and stages, by
+        name."""
         total: dict[str, Tensor] = {}
         for module in self.modules:
             with self._count_communication_bytes(module.chunk, 1):
@@ -167,7 +168,7 @@ class _ChunkSequence:
 
     @contextmanager
     def _count_communication_bytes(self, chunk: Chunk, direction: int) -> Iterator[None]:
-        """Context that adds its communication volume to `sent` of the chunk's stage.
+        """Within the context, add communicated bytes to `sent` of the chunk's stage.
 
         Args:
             chunk: the running chunk.

@@ -137,8 +137,8 @@ class Ranks:
     def shard_inputs(
         self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], inputs: Sequence[Any]
     ) -> tuple[dict[str, Tensor], dict[str, Tensor], list[Any]]:
-        """Shard parameters in their storage layouts, and buffers and inputs in their initial
-        layouts.
+        """Shard the tensors of a step over the ranks: parameters in their storage layouts, the
+        others in their initial layouts.
 
         Args:
             parameters, buffers: full tensors by name.
@@ -377,8 +377,9 @@ def _make_loss_gradients(graph: Graph) -> list[Tensor | None]:
 
 
 @dataclass(frozen=True)
-class _OutputWithGradient:
-    """An output and its gradient, both sharded alike, from which a backward pass starts."""
+class _BackwardStart:
+    """An output from which a backward pass starts, and its gradient, as local tensors of all
+    ranks."""
 
     value: Value
     tensor: Tensor
@@ -390,7 +391,7 @@ def _pair_outputs_with_gradients(
     communication: Communication,
     outputs: Sequence[Any],
     gradients: Sequence[Tensor | None],
-) -> list[_OutputWithGradient]:
+) -> list[_BackwardStart]:
     """Return the outputs that require a gradient, with their gradients sharded like the outputs.
 
     The gradient of a partial sum is replicated over the axes of the sum.
@@ -402,12 +403,12 @@ def _pair_outputs_with_gradients(
         if gradient is not None and tensor.requires_grad:
             # Without the partial axes of the output: each term of a sum gets the full gradient.
             layout = TensorLayout(mesh, communication.returned_layout(value).axes)
-            starts.append(_OutputWithGradient(value, tensor, ranks.shard(gradient, layout)))
+            starts.append(_BackwardStart(value, tensor, ranks.shard(gradient, layout)))
     return starts
 
 
 def _run_backward_from_outputs(
-    starts: Sequence[_OutputWithGradient], retain_graph: bool = False
+    starts: Sequence[_BackwardStart], retain_graph: bool = False
 ) -> None:
     tensors, gradients = [start.tensor for start in starts], [start.gradient for start in starts]
     if starts:

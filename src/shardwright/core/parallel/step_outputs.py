@@ -81,7 +81,7 @@ class StepOutputs:
         chunks, count = self.partitioned.chunks, self.partitioned.pipeline.micro_batches
         # By name, as a plan that was folded or split has other values.
         chunk, of_chunk = next((c, v) for c in chunks for v in c.returned if v.name == value.name)
-        dim, shape = self._concatenation_dim(value), list(value.shape)
+        dim, shape = self._find_concatenation_dim(value), list(value.shape)
         if dim is not None:
             shape[dim] *= count
         # Gathered over the devices of the output's stage, then broadcast to peers in other stages.
@@ -108,9 +108,8 @@ class StepOutputs:
             broadcast(output, self.devices.peers_of_all_stages, chunk.stage)
         return output
 
-    def _concatenation_dim(self, value: Value) -> int | None:
-        """Return the dimension in which the micro-batches of output `value` are concatenated; None
-        if the output is not concatenated.
+    def _find_concatenation_dim(self, value: Value) -> int | None:
+        """Return the dimension in which micro-batches of output `value` are concatenated, or None.
 
         An output that was not analyzed is concatenated along dimension 0 if its dimension 0 has the
         size of dimension 0 of the first input.

@@ -181,7 +181,7 @@ def store_in_place(module: nn.Module, plan: StoragePlan) -> None:
     references.finish(module)
     materialize_attributes(module)
     mark_planned(parameters, origins)
-    _register_state_hooks(module, plan)
+    _register_state_dict_hooks(module, plan)
 
 
 def stored_copy(module: nn.Module, plan: StoragePlan) -> nn.Module:
@@ -204,7 +204,7 @@ def stored_copy(module: nn.Module, plan: StoragePlan) -> nn.Module:
         memo[id(original)] = None if name in plan.other_stage_names else stored
     result = copy.deepcopy(module, memo)
     mark_planned(parameters, mark_origins(module, result))
-    _register_state_hooks(result, plan)
+    _register_state_dict_hooks(result, plan)
     return result
 
 
@@ -223,7 +223,8 @@ def copied_parameters(module: nn.Module, excluded: Collection[int]) -> dict[int,
 
 
 class _TensorReferences:
-    """The references of a module and its submodules to tensors: registries and plain attributes."""
+    """The places in a module and its submodules that refer to a tensor: registries of parameters
+    and buffers, and plain attributes."""
 
     def __init__(self, module: nn.Module, tensors: dict[str, Tensor]) -> None:
         self._registered: dict[int, list[tuple[Registry, str]]] = {}
@@ -244,15 +245,17 @@ class _TensorReferences:
         self._tensors_in_attributes = {id(leaf) for leaves in mentioned for leaf in leaves}
 
     def replace(self, tensor: Tensor, new: Tensor | None) -> None:
-        """Replace the registered parameter or buffer `tensor` by `new`; `finish` replaces it in
-        plain attributes."""
+        """Replace `tensor` in the registries of parameters and buffers by `new`.
+
+        `finish` replaces it in plain attributes.
+        """
         for registry, name in self._registered.pop(id(tensor)):
             registry[name] = new
         if id(tensor) in self._tensors_in_attributes:
             self._replaced[id(tensor)] = tensor, new
 
     def finish(self, module: nn.Module) -> None:
-        """Apply all calls of `replace` to plain attributes of the submodules."""
+        """Replace in plain attributes the tensors for which `replace` was called."""
 
         def renewed(leaf: Any) -> Any:
             return self._replaced[id(leaf)][1] if id(leaf) in self._replaced else leaf
@@ -278,10 +281,10 @@ def _collect_parameters_and_buffers(module: nn.Module) -> dict[str, Tensor]:
 def _pop_unreplaced_tensors(
     tensors: dict[str, Tensor], plan: StoragePlan
 ) -> dict[str, nn.Parameter]:
-    """Remove the tensors that stay in the module from `tensors`; return the removed parameters.
+    """Remove from `tensors` those that stay in the module; return the removed parameters.
 
-    Buffers that are already on the device are not replaced. Parameters on one device are not
-    replaced either; their data is moved to the device.
+    Buffers that are already on the device stay. On one device parameters stay too; their data is
+    moved to the device.
     """
     device, parameters = plan.devices.device, {}
     for name, tensor in list(tensors.items()):
@@ -304,7 +307,7 @@ def _pop_unreplaced_tensors(
     return parameters
 
 
-def _register_state_hooks(module: nn.Module, plan: StoragePlan) -> None:
+def _register_state_dict_hooks(module: nn.Module, plan: StoragePlan) -> None:
     if plan.initialization.names:
         # Before the hook that shards full tensors, which puts shards on the parameters' device.
         module.register_load_state_dict_pre_hook(_allocate_before_loading_state)  # type: ignore[no-untyped-call]

@@ -93,7 +93,7 @@ class TrainStep(Protocol):
 
 
 def loss_of(graph: Graph) -> Value:
-    """Return the value from which a training step starts its backward pass.
+    """Return the loss, from which a training step starts its backward pass.
 
     Raises:
         PlanError: if the model returns no loss, or several.
@@ -226,8 +226,10 @@ class GradientAccumulation:
                 collected[value.name].append(tensor.detach())
 
     def run(self, inputs: StepInputs) -> StepResults:
-        """Run all micro-batches without the final reduction of gradients, which
-        `self.unsharded.end_step()` does; return results without gradients."""
+        """Run all micro-batches; return results without gradients.
+
+        `self.unsharded.end_step()` then reduces the gradients.
+        """
         micro_batch_leaves = inputs.micro_batches(self.micro_batches)
         buffer_updates = self.partitioned.graph.updates
         self.unsharded.begin_step(inputs.shards)

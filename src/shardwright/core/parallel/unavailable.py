@@ -44,13 +44,14 @@ class Unavailable:
 
 
 def error_of_use(error: Exception, values: Any) -> PlanError | None:
-    """Return the `PlanError` of the first placeholder in `values` if its use has raised `error` in
-    a trace of TorchDynamo; None for other errors.
+    """Return the `PlanError` of an `Unavailable` whose use has made TorchDynamo raise `error`.
+
+    Returns None for other errors.
 
     Args:
         error: an error of TorchDynamo, which quotes the frames but not the message of an error in
             traced code.
-        values: nested containers of Python state.
+        values: nested containers of Python state, with placeholders.
     """
     if Unavailable._refuse_use.__name__ not in str(error):
         return None

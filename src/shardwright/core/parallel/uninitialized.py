@@ -58,8 +58,8 @@ MAX_LISTED_NAMES = 5
 """Maximum number of parameter names in an error."""
 
 OF_OTHER_STAGE = "of_other_stage"
-"""Attribute that marks a former placeholder of another stage's parameter, to which an optimizer may
-still refer."""
+"""Attribute that marks a removed placeholder of another stage's parameter: optimizers may still
+refer to it."""
 
 Placeholder = tuple[dict[str, Any], str, str]
 """(`_parameters` or `_buffers` of a submodule, key of a tensor in it, full name of the tensor)."""
@@ -118,7 +118,7 @@ class Initialization:
                         registry[leaf] = placeholders[id(tensor)]
                         full_name = f"{path}.{leaf}".removeprefix(".")
                         self._placeholders.append((registry, leaf, full_name))
-        module.register_state_dict_post_hook(_remove_placeholders_from_state)  # type: ignore[no-untyped-call]
+        module.register_state_dict_post_hook(_remove_placeholders_from_state_dict)  # type: ignore[no-untyped-call]
 
     def _make_placeholder(self, original: Tensor) -> Tensor:
         if not isinstance(original, nn.Parameter):
@@ -141,15 +141,14 @@ class Initialization:
         self._placeholders.clear()
 
     def memo_of_copy(self) -> dict[int, None]:
-        """Return a memo for `copy.deepcopy` that replaces placeholders by None."""
+        """Return a memo for `copy.deepcopy` by which the copy has None in place of placeholders."""
         return {id(registry[leaf]): None for registry, leaf, _ in self._placeholders}
 
     @contextmanager
     def recorded(self, module: nn.Module) -> Iterator[None]:
-        """Context that records the model's own initialization.
+        """Within the context, record the operators of the model's own initialization.
 
-        If the record initializes all parameters at the end of the context, it is replayed, which is
-        collective.
+        At the end the record is replayed if it initializes all parameters, which is collective.
         """
         # Before `to_empty` there is nothing to record on.
         if not any(
@@ -192,7 +191,7 @@ class Initialization:
                 # Without recorded tensors a replay draws no numbers.
                 self._replayed_alone |= any(t.full is not None for t in tensors.values())
             else:
-                self._check_ranks_recorded_equally()
+                self._check_equal_records_of_ranks()
         # Placeholders are replayed for their random numbers, but not kept.
         elsewhere = self.placeholder_names
         full_tensors = {name: t.full for name, t in tensors.items() if t.is_initialized()}
@@ -227,7 +226,7 @@ class Initialization:
                     own_buffers(child)[name] = value_of(buffer).to(self._devices.device)
         materialize_attributes(module)
 
-    def _check_ranks_recorded_equally(self) -> None:
+    def _check_equal_records_of_ranks(self) -> None:
         device = self._devices.device
         lines = list(init_record_lines([self._recorded_tensor]))
         # A rank that replayed alone has drawn from its own generator, so the states must be equal.
@@ -276,7 +275,10 @@ class Initialization:
         return Initialization(self._devices, self.names)
 
     def end(self, module: nn.Module) -> None:
-        """Make all remaining parameters ordinary: their values were loaded, or are not needed."""
+        """Make all remaining uninitialized parameters ordinary, and remove placeholders.
+
+        Called once the values were loaded, or are not needed.
+        """
         with _without_weak_references(module):
             self._remove_placeholders()
             for tensor in _find_uninitialized_parameters(module).values():
@@ -365,7 +367,7 @@ def tie_parameters_like(module: nn.Module, template: nn.Module) -> None:
             registered[leaf] = registry[first_leaf]
 
 
-def _remove_placeholders_from_state(
+def _remove_placeholders_from_state_dict(
     module: nn.Module, state: dict[str, Any], prefix: str, metadata: object
 ) -> None:
     """Post-hook of `state_dict` that removes placeholders of other pipeline stages' tensors."""

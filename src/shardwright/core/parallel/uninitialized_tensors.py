@@ -142,7 +142,8 @@ class Uninitialized(Tensor):
 
 
 class UninitializedShard(Uninitialized, DTensor):
-    """An uninitialized shard: on the meta device, or after `to_empty` in allocated memory."""
+    """An uninitialized local shard, on the meta device or, after `to_empty`, in allocated
+    memory."""
 
     @classmethod
     def of(cls, local: Tensor, like: DTensor, pending: PendingInit) -> UninitializedShard:
@@ -152,7 +153,7 @@ class UninitializedShard(Uninitialized, DTensor):
         return result._attach_initialization(pending, None)
 
     def to_local(self, **kwargs: Any) -> Tensor:
-        """Return this rank's shard, with its recorded values, if any."""
+        """Make this an ordinary DTensor with its recorded values, and return the local shard."""
         self.make_ordinary_with_value()
         # Not this method: the class of the object is now `DTensor`.
         return self.to_local(**kwargs)
@@ -217,7 +218,8 @@ class UninitializedShard(Uninitialized, DTensor):
 
 
 class UninitializedTensor(Uninitialized, Tensor):
-    """An uninitialized parameter of a pipeline stage with one device, or of another stage.
+    """An uninitialized parameter that is no DTensor: of a stage with one device, or of another
+    stage.
 
     The initialization of a model draws the parameters of all stages one after another, so each
     stage also records the initialization of other stages' parameters. The tensor has no memory
@@ -299,8 +301,10 @@ def _substitute_meta_tensor(substituted: dict[int, Tensor], tensor: Tensor) -> T
 
 
 def _substitute_deferred_tensor(substituted: dict[int, Tensor], tensor: Tensor) -> Tensor:
-    """Return the deferred full tensor of an `Uninitialized`; gather other tensors to the CPU, where
-    the record is replayed.
+    """Return the tensor on which the record is replayed: deferred, or on the CPU.
+
+    An `Uninitialized` is replaced by its deferred full tensor; other tensors are gathered to the
+    CPU.
 
     Args:
         substituted: filled with the replaced tensors, by id of the deferred tensor.

@@ -150,9 +150,10 @@ class UnshardedParameters:
         return [self._leaves[member.value.name].detach() for member in bound.bucket.members]
 
     def _gather_unsharded_members(self, bound: BoundBucket) -> list[Tensor]:
-        """Return the unsharded members of a bucket; the first call in a step waits for the gather.
+        """Return the gathered parameters of a bucket; the first call in a step waits for the
+        gather.
 
-        The members are autograd leaves if their gradients accumulate over micro-batches.
+        They are autograd leaves if their gradients accumulate over micro-batches.
         """
         number = bound.bucket.number
         if number not in self._gathered:
@@ -173,10 +174,11 @@ class UnshardedParameters:
         return self._gathered[number]
 
     def _make_gradient_accumulators(self, bound: BoundBucket) -> list[Tensor]:
-        """Return leaf tensors that take no memory, whose `grad` accumulates in the stored dtype.
+        """Return leaf tensors for a bucket's gradients, which accumulate in the stored dtype.
 
         Accumulation in bfloat16 loses small gradients, and autograd requires that a leaf and its
-        `grad` have equal dtypes. So the leaves have the stored dtype, and expand a single element.
+        `grad` have equal dtypes. So the leaves have the stored dtype; to take no memory they expand
+        a single element.
         """
         number = bound.bucket.number
         if number not in self._accumulators:
@@ -203,7 +205,11 @@ class UnshardedParameters:
 
 
 class _AccumulateInStoredDtype(torch.autograd.Function):
-    """Identity of `tensor`; the backward pass casts its gradient and passes it to `accumulator`."""
+    """Autograd function that adds the gradient of `tensor`, cast to the stored dtype, to
+    `accumulator.grad`.
+
+    The forward pass returns `tensor`.
+    """
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, accumulator: Tensor) -> Tensor:

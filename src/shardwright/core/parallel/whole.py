@@ -208,7 +208,8 @@ def _replace_tensor_temporarily(net: nn.Module, name: str, tensor: Tensor, undo:
 
 
 def _restore_original_module(net: nn.Module, execution: Execution, undo: ExitStack) -> None:
-    """Restore the hooks and the `forward` that programs contain, and make training raise errors."""
+    """Restore hooks and `forward` that programs contain, and make all training of `net` an
+    error."""
     later_hooks = nn.Module()
     swap_forward_hooks(net, later_hooks)
     undo.callback(swap_forward_hooks, net, later_hooks)

@@ -28,7 +28,8 @@ Buffers = dict[str, Tensor]
 
 
 def batch_reduction(graph: Graph) -> WholeBatch:
-    """Return how losses of micro-batches combine to the loss of the batch; by default as a mean."""
+    """Return how the losses of micro-batches combine to the loss of the batch; by default, to their
+    mean."""
     return graph.whole_batch if isinstance(graph.whole_batch, WholeBatch) else WholeBatch()
 
 
@@ -183,7 +184,7 @@ def _get_full_buffer(value: Value, buffers: Mapping[str, Tensor]) -> Tensor:
 
 
 def count_local_batches(partitioned: Partitioned) -> int:
-    """Return the number of distinct local batches; 1 if all ranks pass the global batch."""
+    """Return the number of local batches in a global batch; 1 if ranks pass the global batch."""
     arrivals = partitioned.decisions.arrivals
     layouts = (TensorLayout(partitioned.mesh, axes) for axes in arrivals.values() if axes)
     # Inputs without samples have fewer shards in dimension 0, or none.
@@ -199,10 +200,10 @@ def prologue_axes(partitioned: Partitioned) -> tuple[tuple[int, ...], ...]:
 
 
 def prologue_bytes(partitioned: Partitioned, stage: int) -> int:
-    """Return the bytes that one device of `stage` sends per step to gather the inputs of the step's
-    prologue.
+    """Return the bytes that one device of `stage` sends per step for the inputs of the prologue.
 
-    The communication volume of a plan does not include these bytes.
+    Sharded inputs of the prologue are all-gathered. The communication volume of a plan does not
+    include these bytes.
     """
     mesh, total = partitioned.mesh, 0
     read = {v.name for chunk in partitioned.chunks_of(stage) for v in chunk.graph.buffers}
