@@ -138,7 +138,7 @@ def _attention_backward(
 
 
 Slices = tuple[slice, slice, slice]
-"""Slices of the query, key and value positions that one block of attention reads."""
+"""(Query, key, value) positions that one block of attention reads, as slices."""
 
 
 class _BlockMask:
@@ -209,7 +209,8 @@ class _BlockMask:
 
 
 def _trim_to_allowed_keys(keys: slice, allowed: Tensor) -> tuple[slice, Tensor]:
-    """Return the range from the first to the last key that the block reads, and its mask.
+    """Narrow `keys` to the range from the first to the last key that the mask of the block allows;
+    return the range and its mask.
 
     The range has at least one key, even if no query reads any.
     """
@@ -275,8 +276,8 @@ def _to_flash_layout(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _make_unpacked_length_arguments(tensors: Sequence[Tensor]) -> tuple[None, None, int, int]:
-    """Return the `cum_seq` and `max` arguments of a flash kernel for sequences that are not
-    packed."""
+    """Return the `cum_seq_q`, `cum_seq_k`, `max_q` and `max_k` of a flash kernel for unpacked
+    sequences."""
     return None, None, tensors[0].shape[-2], tensors[1].shape[-2]
 
 

@@ -20,7 +20,7 @@ from shardwright.core.torch_internals.compiled import is_compiling
 from shardwright.core.torch_internals.operators import OpOverload
 
 MEAN = 1
-"""Mean in ATen's enumeration of loss reductions: 0 none, 1 mean, 2 sum."""
+"""Number of the reduction "mean" in ATen, where 0 is none, 1 mean and 2 sum."""
 
 _REDUCTIONS = {0: "none", MEAN: "mean", 2: "sum"}
 
@@ -281,8 +281,9 @@ def experts(
 
 
 def _count_local_token_copies(ends: Tensor, num_token_copies: int, num_experts: int) -> int:
-    """Return the number of token copies routed to the local experts; on the meta device, assume
-    balanced routing.
+    """Return the number of token copies routed to the local experts.
+
+    On the meta device routing is assumed to be balanced.
 
     Args:
         ends: cumulative number of token copies up to each local expert, `[experts]`.

@@ -61,7 +61,7 @@ def graph_in_float64(graph: Graph, twin: Graph | None = None) -> Graph:
                 kwargs={},
                 outputs=(new[op.output],),
             )
-        args, kwargs = pytree.tree_map(convert, _replace_floats_by_twin(op, twin_of.get(op, op)))
+        args, kwargs = pytree.tree_map(convert, _copy_floats_from_twin(op, twin_of.get(op, op)))
         # The target of a `local_map` contains the dtypes of its results.
         target = _convert_target_to_float64(op)
         outputs = tuple(new[v] for v in op.outputs)
@@ -100,10 +100,10 @@ def _convert_whole_batch_to_float64(
 
 
 def paired_operators(graph: Graph, twin: Graph) -> dict[Op, Op]:
-    """Map each operator of `graph` to the same operator of `twin`, a graph captured in float64;
-    empty if the graphs have different operators.
+    """Map each operator of `graph` to the same operator of `twin`, a graph captured in float64.
 
-    Casts between floating-point dtypes are omitted, as a graph in float64 has fewer.
+    Returns an empty map if the graphs have different operators. Casts between floating-point dtypes
+    are omitted, as a graph in float64 has fewer.
     """
     ops, twin_ops = ([op for op in g.ops if not _is_cast_between_floats(op)] for g in (graph, twin))
     # A model may branch on dtypes, and then have other operators in float64.
@@ -140,7 +140,7 @@ def _is_cast_between_floats(op: Op) -> bool:
     return converts and all(value.dtype.is_floating_point for value in values)
 
 
-def _replace_floats_by_twin(op: Op, twin: Op) -> tuple[Any, Any]:
+def _copy_floats_from_twin(op: Op, twin: Op) -> tuple[Any, Any]:
     """Return the `args` and `kwargs` of `op`, with floats replaced by the floats of `twin`.
 
     Arguments are returned unchanged if `op` and `twin` have different numbers of arguments.
@@ -184,8 +184,8 @@ def module_in_float64(module: nn.Module, values: Mapping[str, Tensor]) -> nn.Mod
 
 
 def _iterate_tensors_of_distributions(module: nn.Module) -> Iterator[Tensor]:
-    """Yield the tensors of `torch.distributions` in attributes of modules, such as the mean of a
-    prior."""
+    """Yield the tensors of `torch.distributions` objects in module attributes, such as a prior's
+    mean."""
     waiting = [
         leaf
         for child in module.modules()
@@ -207,7 +207,7 @@ def _list_plain_attributes(module: nn.Module) -> list[Any]:
 
 @contextmanager
 def float64_by_default() -> Iterator[None]:
-    """Context in which the default dtype is float64."""
+    """Set the default dtype to float64 within a context."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:

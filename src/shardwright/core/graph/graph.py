@@ -60,8 +60,8 @@ class Value:
 
     @property
     def differentiable(self) -> bool:
-        """Whether any output may have a gradient with respect to the value, so that programs must
-        compute this gradient."""
+        """Whether programs compute a gradient of the value: some output may have a gradient by
+        it."""
         return self.requires_grad or self.requires_other_grad
 
     @property
@@ -188,10 +188,12 @@ class Op:
 
 
 FIRST: Literal["first"] = "first"
-"""Only the first micro-batch reads an output of the prologue; the others read zeros."""
+"""Value of `PassedDim`: the first micro-batch reads the output of the prologue, the others
+zeros."""
 
 PassedDim = int | Literal["first"] | None
-"""How micro-batches read an output of the prologue, as in `WholeBatch.values`."""
+"""How micro-batches read an output of the prologue: split along a dimension, in full (None), or
+`FIRST`."""
 
 SampleReduction = Literal["mean", "sum"]
 
@@ -233,7 +235,7 @@ class WholeBatch:
         return frozenset(name for name, _ in self.values)
 
     def updates_once(self, buffer: Value) -> bool:
-        """Whether a buffer is updated once per step, so that all its micro-batches read the old
+        """Whether `buffer` is updated once per step: until then all micro-batches read its old
         value."""
         return any(name == buffer.name for name, _ in self.updates)
 
@@ -325,12 +327,12 @@ class Graph:
 
     @cached_property
     def producer(self) -> dict[Value, Op]:
-        """Map from each activation to the operator that computes it."""
+        """The operator that computes each activation."""
         return {value: op for op in self.ops for value in op.outputs}
 
     @cached_property
     def consumers(self) -> dict[Value, tuple[tuple[Op, int], ...]]:
-        """Map from each value to its reads: (operator, index among the operator's inputs)."""
+        """The reads of each value, as (operator, index among the operator's inputs)."""
         # An entry for each value, also if nothing reads it.
         consumers: dict[Value, list[tuple[Op, int]]] = {value: [] for value in self.values()}
         for op in self.ops:
@@ -348,13 +350,16 @@ class Graph:
 
     @property
     def is_term_of_batch(self) -> bool:
-        """Whether the graph computes a micro-batch's term of the loss of the global batch, rather
-        than the loss of a call with only the micro-batch."""
+        """Whether the graph computes a micro-batch's term of the loss of the global batch.
+
+        Otherwise it computes the loss of a call with only the micro-batch.
+        """
         return isinstance(self.whole_batch, WholeBatch) and self.whole_batch.rewritten
 
     @property
     def module_buffers(self) -> tuple[Value, ...]:
-        """Buffers of the module; excludes buffers that the prologue of a step computes."""
+        """Buffers of the module, without those that pass outputs of the prologue to
+        micro-batches."""
         if not isinstance(self.whole_batch, WholeBatch):
             return self.buffers
         computed = self.whole_batch.names
@@ -393,8 +398,10 @@ class Graph:
 
 
 def ops_from_inputs(graph: Graph, values: Iterable[Value]) -> list[Op] | None:
-    """Return the operators that compute `values` from the model's inputs, in execution order; None
-    if `values` depend on parameters or buffers."""
+    """Return the operators that compute `values` from the model's inputs, in execution order.
+
+    Returns None if `values` depend on parameters or buffers.
+    """
     needed, ops = set(values), list[Op]()
     # Backwards, so that one pass finds the producers of all needed values.
     for op in reversed(graph.ops):

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 class HostNumbers:
     """Operations of a graph on Python numbers, which run in Python on every rank.
 
-    Numbers are inputs of the graph, or come from an `item` call whose result only Python code
+    A *host number* is an input of the graph, or the result of an `item` call that only Python code
     reads, as in `losses.append(loss.item())`. The tensor of such a call becomes a graph output.
 
     Args:
@@ -60,7 +60,7 @@ class HostNumbers:
 
     @property
     def added_outputs(self) -> frozenset[int]:
-        """Indices of the graph outputs that Dynamo's bytecode does not read."""
+        """Indices of the graph outputs added for `items`; Dynamo's bytecode does not read these."""
         return frozenset(self.items.values())
 
     def values(self, inputs: Sequence[Any]) -> dict[fx.Node, Any]:
@@ -86,8 +86,8 @@ class HostNumbers:
         _run_number_operations(self.later, values)
 
     def examples_of_tensors(self) -> dict[fx.Node, Any]:
-        """Return a placeholder for each number that comes from a tensor, by node: 1 as a number of
-        the same type."""
+        """Return a placeholder for each number that comes from a tensor, by node: 1, in its
+        type."""
         return {node: _make_example_number(node) for node in (*self.items, *self.later)}
 
 
@@ -114,12 +114,14 @@ def _is_operation_on_numbers(node: fx.Node) -> bool:
 def _find_item_calls(
     graph: fx.Graph, numbers: Collection[fx.Node], output: fx.Node
 ) -> tuple[tuple[fx.Node, ...], tuple[fx.Node, ...]]:
-    """Return the calls of `item` whose results only Python code reads, and the operations on these
-    results.
+    """Find the calls of `item` whose results only Python code reads.
 
     Args:
         numbers: nodes of the numbers that do not come from tensors.
         output: the output node of the graph.
+
+    Returns:
+        The calls, and the operations on their results.
     """
     # On a float input, which is a tensor for Dynamo, `item` reads nothing from the device.
     items = [n for n in graph.nodes if _reads_tensor_value(n) and n.args[0] not in numbers]
@@ -138,7 +140,11 @@ def _find_item_calls(
 def _find_nodes_read_by_tensor_operators(
     graph: fx.Graph, on_host: Collection[fx.Node]
 ) -> set[fx.Node]:
-    """Return the nodes on which an operation outside of `on_host` depends."""
+    """Return the nodes that operators on tensors read, also through operations in `on_host`.
+
+    Args:
+        on_host: nodes of operations on Python numbers.
+    """
     read_outside: set[fx.Node] = set()
     # Users come after the node, so that one pass from the end suffices.
     for node in reversed(graph.nodes):
@@ -153,7 +159,8 @@ def _reads_tensor_value(node: fx.Node) -> bool:
 
 
 def _add_tensor_output(graph: fx.Graph, item: fx.Node, output: fx.Node) -> int:
-    """Add the detached tensor that `item` reads to the graph outputs; return its output index."""
+    """Add the tensor on which `item` is called, detached, to the graph outputs; return its
+    index."""
     (source,) = item.all_input_nodes
     with graph.inserting_before(item):
         tensor = graph.call_method("detach", (source,))

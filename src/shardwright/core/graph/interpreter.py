@@ -25,8 +25,8 @@ def interpret(
     Args:
         graph: the captured module.
         parameters, buffers: the values of parameters and buffers, by name in the graph.
-        args, kwargs: arguments with the structure and shapes of the captured call. New tensors are
-            created on the device of the first tensor.
+        args, kwargs: arguments with the structure and shapes of the captured call. Operators
+            without tensor inputs create tensors on the device of the first tensor.
 
     Returns:
         The result of the module, and the new values of its buffers by name.
@@ -71,8 +71,7 @@ def run(op: Op, tensors: Mapping[Value, Tensor], device: torch.device) -> tuple[
 
 
 def check_call(graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """Return the leaves of the arguments of a call, after checking that the arguments match the
-    graph.
+    """Flatten the arguments of a call that matches the captured call.
 
     Raises:
         CaptureError: if structure, shapes or constants differ from the captured call.

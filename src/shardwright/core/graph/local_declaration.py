@@ -22,7 +22,7 @@ DimNames = tuple[str | None, ...]
 """Name of each dimension of a tensor; None for a dimension that is never sharded."""
 
 ShapeEntry = tuple[str, ...]
-"""Notation of each dimension of a tensor: a name, `_`, `_name`, or the size of a result."""
+"""Dimensions of a tensor in the user's notation: names, `_`, `_name`, or sizes of a result."""
 
 Partial = Literal["sum", "mean"] | None
 """Reduction of a result of `local_map` over the shards of dimensions that the result lacks."""
@@ -50,9 +50,9 @@ class Declaration:
 
     @cached_property
     def output_dims(self) -> tuple[DimNames, ...]:
-        """Names of the dimensions of each result.
+        """Names of the dimensions of each result; None for a name that no input has.
 
-        The entry is None for a name that no input has: the local size of that dimension is unknown.
+        The local size of such a dimension is unknown.
         """
         input_names = {name for dims in self.input_dims for name in dims}
         return tuple(

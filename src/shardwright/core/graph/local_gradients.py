@@ -22,19 +22,19 @@ from shardwright.core.torch_internals.local_tensors import (
 from shardwright.core.torch_internals.tensors import requires_grad, storage_id
 
 ShapesAndDtypes = Sequence[tuple[tuple[int, ...], torch.dtype]]
-"""Shape and dtype of each tensor of a sequence."""
+"""(Shape, dtype) of each tensor of a sequence."""
 
 
 def empty_results(
     results: ShapesAndDtypes, tensors: Sequence[Tensor], saved_bytes: int | None
 ) -> tuple[Tensor, ...]:
-    """Return uninitialized results in place of code that cannot run on meta or fake tensors.
+    """Return uninitialized results, for a function that cannot run on meta or fake tensors.
 
     Args:
         results: shape and dtype of each result.
         tensors: the inputs; autograd connects the results to them.
-        saved_bytes: bytes that the code saves for the backward pass; None to save the inputs and
-            results.
+        saved_bytes: bytes that the function saves for the backward pass; None to save the inputs
+            and results.
     """
     placeholders: tuple[Tensor, ...] = _EmptyResultsFunction.apply(results, saved_bytes, *tensors)  # type: ignore[no-untyped-call]
     return placeholders
@@ -107,8 +107,8 @@ def reached_by_gradients(results: Sequence[Tensor], tensors: Sequence[Tensor]) -
     """Return, for each input, whether a gradient of the results reaches it.
 
     Args:
-        results: the results of the code.
-        tensors: inputs of the code that require gradients.
+        results: the results of the user's function.
+        tensors: inputs of the user's function that require gradients.
     """
     # A leaf has an edge too: the node that accumulates its gradient.
     edges = [get_gradient_edge(tensor) for tensor in tensors]
@@ -121,7 +121,7 @@ def _find_edges_to_inputs(results: Sequence[Tensor], input_nodes: set[Any]) -> s
     """Return the edges of the autograd graph, (node, output index), between results and inputs.
 
     Args:
-        results: the results of the code.
+        results: the results of the user's function.
         input_nodes: the autograd nodes of the inputs.
     """
     edges = map(get_gradient_edge, filter(requires_grad, results))
@@ -168,15 +168,16 @@ class _ConnectUnusedInputs(torch.autograd.Function):
 
 
 RunLocally = Callable[[Sequence[Tensor]], Sequence[Tensor]]
-"""Code of a `local_map`: function from local input tensors to local results."""
+"""The user's function of a `local_map`, from local input tensors to local results."""
 
 
 def on_each_rank(run: RunLocally, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Run code once per simulated rank, because the values of its inputs differ between ranks.
+    """Run a function once per simulated rank, because the values of its inputs differ between
+    ranks.
 
     Args:
-        run: the code.
-        tensors: inputs of the code, with different values per simulated rank.
+        run: the function.
+        tensors: inputs of the function, with different values per simulated rank.
 
     Returns:
         The results, with different values per simulated rank.
@@ -250,8 +251,12 @@ class _OnEachRankFunction(torch.autograd.Function):
 def record_saved_inputs(
     inputs: Sequence[Tensor], saved: set[int]
 ) -> AbstractContextManager[object]:
-    """Return a context that adds to `saved` the index of each of `inputs` that autograd saves for
-    the backward pass."""
+    """Within the context, record which of `inputs` autograd saves for the backward pass.
+
+    Args:
+        inputs: tensors, recognized by their storage.
+        saved: the indices of saved inputs, updated in place.
+    """
     # By storage, since autograd may save a view of an input.
     index_of_storage = {storage_id(tensor): index for index, tensor in enumerate(inputs)}
 

@@ -35,31 +35,32 @@ log = logging.getLogger("shardwright.cost")
 
 
 ForkGenerators = Callable[[], AbstractContextManager[Callable[[int], object]]]
-"""Function that returns a context in which random generators may be seeded: the context yields a
-function that sets their seed, and restores their states on exit."""
+"""Function that returns a context for random numbers: it yields a function that seeds the
+generators, and restores their states at the end."""
 
 
 class Body(Protocol):
     """The user's function or module that a `local_map` runs on local shards."""
 
     def run(self, args: Any, kwargs: Any, state: Sequence[Tensor]) -> tuple[Any, dict[int, Tensor]]:
-        """Run the code with `state` in place of its parameters and buffers.
+        """Run the function or module with `state` in place of its parameters and buffers.
 
         Returns:
-            The result, and the new values of the state that the code changes, by index in `state`.
+            The result, and the new values of changed parameters and buffers, by index in `state`.
         """
 
     def with_seeded_backward(self, fork: ForkGenerators) -> Body:
-        """Return code whose backward pass draws random numbers seeded by its forward pass."""
+        """Return a copy whose backward pass draws random numbers seeded by its forward pass."""
 
     @property
     def description(self) -> str:
-        """Text that identifies the code; equal for layers that differ only in their parameters."""
+        """Text that identifies the function or module; equal for layers that differ in parameters
+        only."""
 
 
 @dataclass(frozen=True, eq=False)
 class FunctionBody:
-    """Code of a `local_map` of a function, which has no parameters and buffers."""
+    """A function that a `local_map` runs; it has no parameters and buffers."""
 
     function: Callable[..., Any]
 
@@ -100,7 +101,7 @@ def _format_argument(argument: Any) -> str:
 
 @dataclass(frozen=True)
 class _LocalMapModule:
-    """Module of a `local_map`, whose parameters and buffers are replaced while the module runs.
+    """Module that a `local_map` runs, with other tensors in place of its parameters and buffers.
 
     Args:
         module: the module.
@@ -144,14 +145,14 @@ class _LocalMapModule:
 
 @dataclass(frozen=True, eq=False)
 class ModuleBody:
-    """Code of a `local_map` of a module.
+    """A module that a `local_map` runs, found by its path in the model.
 
     Args:
         root: returns the model, or None if it has been deleted.
         path: path of the module in the model.
         names: all names of each parameter and buffer in the module, parameters first; several names
             for a tied tensor.
-        parameters: number of parameters in `names`; all later names are names of buffers.
+        parameters: number of parameters in `names`; the buffers follow.
         description: class and submodules of the module.
     """
 
@@ -282,7 +283,7 @@ class LocalCall:
 
     @property
     def is_opaque(self) -> bool:
-        """Whether the saved tensors and input gradients of the call are unknown after capture."""
+        """Whether capture cannot determine the call's saved tensors and input gradients."""
         return self.sample is None or self.saved_bytes is not None
 
     def is_mean(self, output: int) -> bool:
@@ -314,13 +315,13 @@ class LocalCall:
         if any(tensors_by_rank(tensor) is not None for tensor in tensors):
             return on_each_rank(self.run, tensors)
         if all(tensor.is_meta or isinstance(tensor, FakeTensor) for tensor in tensors):
-            return self._run_on_meta(tensors)
+            return self._run_sample_on_meta_tensors(tensors)
         versions = list(map(version, tensors))
         with self._make_dtype_context(tensors):
             results = self._run_body(self.body, tensors)
         for index, before in enumerate(versions):
             if version(tensors[index]) != before:
-                raise CaptureError(self._format_changed_input(index))
+                raise CaptureError(self._describe_changed_input(index))
         return results
 
     def _run_body(self, body: Body, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -342,20 +343,20 @@ class LocalCall:
         result, after = body.run(args, kwargs, state)
         for index in after:
             if index not in self.changed:
-                raise CaptureError(self._format_changed_input(num_arguments + index))
+                raise CaptureError(self._describe_changed_input(num_arguments + index))
         # Leaves such as None and numbers are not declared.
         results = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
         if self.sample is None:
-            self._check_container(result, len(results))
+            self._check_result_container(result, len(results))
         # A buffer that this call did not change keeps its value.
         buffers = [after.get(index, state[index]).detach() for index in self.changed]
         return self._require_declared_results([*results, *buffers], tensors)
 
-    def _check_container(self, result: Any, count: int) -> None:
+    def _check_result_container(self, result: Any, count: int) -> None:
         """Check the type of the return value of code that capture could not run.
 
-        Capture cannot run code that needs tensors with data; it assumes that the code returns a
-        tensor or a tuple of `count` tensors.
+        Capture assumes that code that needs tensors with data returns a tensor or a tuple of
+        `count` tensors.
 
         Raises:
             CaptureError: if the code returns another container.
@@ -374,7 +375,7 @@ class LocalCall:
             )
 
     def _make_dtype_context(self, tensors: Sequence[Tensor]) -> AbstractContextManager[Any]:
-        """Return the context in which the code runs: float64, autocast, or none."""
+        """Return the context in which the call runs: float64, autocast, or none."""
         if self.in_float64:
             return everything_in_float64()
         if self.autocast is None:
@@ -413,10 +414,10 @@ class LocalCall:
             # In float64, a kernel may still return another floating-point dtype.
             allows_dtype = self.in_float64 and tensor.is_floating_point()
             if tuple(tensor.shape) != shape or not (tensor.dtype == dtype or allows_dtype):
-                raise CaptureError(self._format_mismatch(index, tensor, shape, dtype))
+                raise CaptureError(self._describe_result_mismatch(index, tensor, shape, dtype))
         return tuple(results)
 
-    def _format_mismatch(
+    def _describe_result_mismatch(
         self, index: int, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype
     ) -> str:
         returned, declared = f"{list(tensor.shape)}", f"{list(shape)}"
@@ -440,7 +441,7 @@ class LocalCall:
         # The path of the whole model is empty.
         return repr(self.name) if self.name else "of the model"
 
-    def _format_changed_input(self, index: int) -> str:
+    def _describe_changed_input(self, index: int) -> str:
         num_arguments = len(self.declaration.inputs)
         tensor_name = f"input {index}"
         if index >= num_arguments and isinstance(self.body, ModuleBody):
@@ -460,9 +461,12 @@ class LocalCall:
             " `local_map`"
         )
 
-    def _run_on_meta(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return the results of `sample` on meta or fake tensors; if it fails, empty tensors of the
-        declared shapes."""
+    def _run_sample_on_meta_tensors(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Run `sample` on meta or fake tensors; if that fails, return empty tensors of the declared
+        shapes.
+
+        The declared `saved_bytes`, if any, replace a run of `sample`.
+        """
         # If `saved_bytes` is declared, what the sample saves must not be counted.
         if self.sample is not None and self.saved_bytes is None:
             try:
@@ -480,12 +484,15 @@ class LocalCall:
         return empty_results(
             self._infer_local_result_types(tensors),
             tensors,
-            self._compute_local_saved_bytes(tensors),
+            self._estimate_local_saved_bytes(tensors),
         )
 
-    def _compute_local_saved_bytes(self, tensors: Sequence[Tensor]) -> int | None:
-        """Return the part of `saved_bytes` that one rank saves, proportional to the number of
-        elements of its local results; None if `saved_bytes` is None."""
+    def _estimate_local_saved_bytes(self, tensors: Sequence[Tensor]) -> int | None:
+        """Return the bytes that one rank saves, `saved_bytes` times its share of the results'
+        elements.
+
+        Returns None if `saved_bytes` is None.
+        """
         if self.saved_bytes is None:
             return None
         global_numel = sum(math.prod(shape) for shape, _ in self.results)

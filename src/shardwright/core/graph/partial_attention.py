@@ -155,7 +155,7 @@ def _blockwise_backward(
         # rowsum(dO * O) with the merged O equals rowsum(dP * P) over all keys, which a part of the
         # keys cannot compute.
         row_sums = (grad_out * out[..., rows, :].to(compute_dtype)).sum(-1, keepdim=True)
-        grad_scores = weights * (grad_out @ values.mT - row_sums) * _get_scale(query, scale)
+        grad_scores = weights * (grad_out @ values.mT - row_sums) * _get_score_scale(query, scale)
         grad_query.append((grad_scores @ keys).to(query.dtype))
         grad_key += grad_scores.mT @ queries
     return torch.cat(grad_query, -2), grad_key.to(key.dtype), grad_value.to(value.dtype)
@@ -164,8 +164,10 @@ def _blockwise_backward(
 def _iterate_score_blocks(
     query: Tensor, key: Tensor, diagonal: int | None, scale: float | None
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Yield each block of query rows with its attention scores, which are -inf where a query does
-    not read the key."""
+    """Yield (query rows, attention scores) for each block of queries.
+
+    The scores are -inf where a query does not read the key.
+    """
     compute_dtype, (queries, keys) = (
         _choose_compute_dtype(query.dtype),
         (query.shape[-2], key.shape[-2]),
@@ -175,7 +177,7 @@ def _iterate_score_blocks(
         scores = (
             query[..., rows, :].to(compute_dtype)
             @ key.to(compute_dtype).mT
-            * _get_scale(query, scale)
+            * _get_score_scale(query, scale)
         )
         if diagonal is not None:
             pairs = query.new_ones(rows.stop - rows.start, keys, dtype=torch.bool)
@@ -184,7 +186,7 @@ def _iterate_score_blocks(
         yield rows, scores
 
 
-def _get_scale(query: Tensor, scale: float | None) -> float:
+def _get_score_scale(query: Tensor, scale: float | None) -> float:
     return float(query.shape[-1] ** -0.5) if scale is None else scale
 
 
@@ -204,8 +206,7 @@ def _reads_all_keys(key: Tensor, diagonal: int | None) -> bool:
 
 
 def _can_use_flash(query: Tensor, key: Tensor, value: Tensor, diagonal: int | None) -> bool:
-    """Whether a flash kernel can compute attention over these keys: without a mask, or with a
-    square causal mask."""
+    """Whether a flash kernel supports this attention: no mask, or a square causal mask."""
     if diagonal is not None and (diagonal or query.shape[-2] != key.shape[-2]):
         return False
     if query.is_cpu:

@@ -28,8 +28,8 @@ def graph_text(graph: Graph) -> str:
 
 
 def typed(value: Value) -> str:
-    """Format the name, dtype and shape of a value, as in `layer.weight float32 [8, 16]`; frozen
-    parameters get the suffix `without gradient`."""
+    """Format a value as in `layer.weight float32 [8, 16]`; frozen parameters get the suffix
+    `without gradient`."""
     frozen = (
         " without gradient" if value.origin.value == "parameter" and not value.requires_grad else ""
     )

@@ -20,8 +20,8 @@ ONCE_PER_BATCH = (
     " summed (`loss_reduction='sum'`) are calls of their own\n"
     "plan with loss_reduction='mean', or with micro_batches=1"
 )
-"""Error message for a model that reads or changes Python state, if each micro-batch would be a
-separate call."""
+"""Error message for models that read or change Python state, if each micro-batch is a separate
+call."""
 
 
 def number_tensor(number: float | bool) -> Tensor:
@@ -32,8 +32,10 @@ def number_tensor(number: float | bool) -> Tensor:
 
 
 ConstantsProgram = Callable[[Mapping[str, Tensor]], tuple[Sequence[Any], Mapping[str, Tensor]]]
-"""Function that runs a graph: maps the current values of the constants, by name, to (outputs of the
-graph, buffers of the model by name)."""
+"""Function that runs a graph with the given values of its constants, by name.
+
+Returns (outputs of the graph, buffers of the model by name).
+"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,8 +71,10 @@ class PythonCall:
 
     @property
     def depends_on_calls(self) -> bool:
-        """Whether the call reads or changes Python state, so that two calls with halves of a batch
-        may differ from one call with the full batch."""
+        """Whether the call reads or changes Python state.
+
+        Then two calls with halves of a batch may differ from one call with the full batch.
+        """
         return self.changes_objects or bool(self.current)
 
     @property

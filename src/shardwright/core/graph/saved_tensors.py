@@ -153,13 +153,14 @@ def _flatten_results(results: Any) -> list[Any]:
 
 
 InputUse = tuple[str, int]
-"""Name of an operator, and index of one of its inputs."""
+"""(Name of an operator, index of one of its inputs)."""
 
 aten = torch.ops.aten
 
 
 def needed_in_backward(graph: Graph) -> frozenset[InputUse]:
-    """Return the operator inputs that are parameters or buffers which autograd saves for backward.
+    """Return the operator inputs that autograd saves for the backward pass and that are parameters
+    or buffers.
 
     For example, a linear layer saves its weight, but an embedding does not save its table. If a
     view of a parameter is saved, the input of the first view is returned instead. A `local_map` is
@@ -187,7 +188,7 @@ def needed_in_backward(graph: Graph) -> frozenset[InputUse]:
 
 
 def saved_before_update(graph: Graph) -> frozenset[Value]:
-    """Return the buffers whose old values autograd saves although `forward` updates them."""
+    """Return the buffers that `forward` updates and whose old values the backward pass reads."""
     updated = frozenset(before for before, _ in graph.updates).intersection(graph.buffers)
     if not updated:
         return updated
@@ -196,8 +197,10 @@ def saved_before_update(graph: Graph) -> frozenset[Value]:
 
 
 def returned_before_update(graph: Graph) -> frozenset[Value]:
-    """Return the buffers that `forward` updates, and whose old value (or a view of it) it also
-    returns or assigns to another buffer."""
+    """Return the buffers that `forward` updates and whose old values it returns.
+
+    This includes views of old values, and old values that are assigned to another buffer.
+    """
     updated = frozenset(before for before, _ in graph.updates).intersection(graph.buffers)
     if not updated:
         return updated

@@ -42,7 +42,13 @@ def segment_matmul(rows: Tensor, matrices: Tensor, ends: Tensor, tail: bool = Fa
 
 @torch.library.custom_op("shardwright::segment_outer", mutates_args=())
 def _sum_outer_products(rows: Tensor, gradients: Tensor, ends: Tensor) -> Tensor:
-    """Sum the outer products of the rows of each group: `[groups, inner, columns]`."""
+    """Return `rows[g]' @ gradients[g]` of each group g, `[groups, inner, columns]`.
+
+    Args:
+        rows: `[rows, inner]`, sorted by group.
+        gradients: `[rows, columns]`.
+        ends: `[groups]`: index after the last row of each group.
+    """
     if _has_grouped_kernel(rows, gradients):
         return F.grouped_mm(rows.mT, gradients, offs=ends)
     # A group without rows gets a gradient of zeros.

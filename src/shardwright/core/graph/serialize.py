@@ -160,8 +160,7 @@ class _GraphReader:
 
 
 def _make_checked_op(*entries: Any) -> Op:
-    """Construct an `Op` after checking that its keywords, which appear in generated source, are
-    identifiers.
+    """Construct an `Op` from a file; its keywords appear in generated source, so they are checked.
 
     Raises:
         ValueError: if a keyword is not an identifier.

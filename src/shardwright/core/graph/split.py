@@ -61,8 +61,8 @@ def split_graph(
 
 
 _CACHED_CHUNKS: WeakKeyDictionary[Graph, dict[object, tuple[GraphChunk, ...]]] = WeakKeyDictionary()
-"""Cached chunks of each graph. Plans with equal stages share chunk objects, and so share caches
-keyed by chunks."""
+"""Chunks of each graph, by operator assignment: plans with equal stages share chunk objects, and
+thereby the caches keyed by chunks."""
 
 
 def _split_into_chunks(
@@ -100,7 +100,8 @@ def _count_chunks(graph: Graph, chunk_of: Mapping[str, int]) -> int:
 
 
 def _find_recomputable_activations(graph: Graph, random: frozenset[str]) -> frozenset[Value]:
-    """Return the activations that every chunk can recompute instead of receiving them."""
+    """Return the *repeatable* activations, which each chunk recomputes instead of receiving
+    them."""
     updated = {buffer for buffer, _ in graph.updates}
     repeatable = {
         value
@@ -120,7 +121,7 @@ def _find_recomputable_activations(graph: Graph, random: frozenset[str]) -> froz
 def _group_ops_by_chunk(
     graph: Graph, chunk_of: Mapping[str, int], count: int, repeatable: frozenset[Value]
 ) -> list[tuple[Op, ...]]:
-    """Return the operators of each chunk, recomputed operators included."""
+    """Return the operators of each chunk, including the operators that the chunk recomputes."""
     results = {*graph.output_values, *(value for _, value in graph.updates)}
     ops_of_chunk: list[list[tuple[int, Op]]] = [[] for _ in range(count)]
     repeatable_ops: list[tuple[int, Op]] = []
@@ -144,8 +145,10 @@ def _group_ops_by_chunk(
 
 
 def updates_between_micro_batches(graph: Graph) -> list[tuple[Value, Value]]:
-    """Return (buffer, new value) for each buffer that every micro-batch updates; the others are
-    updated once per step."""
+    """Return (buffer, new value) for each buffer that every micro-batch updates.
+
+    Other buffers are updated once per step.
+    """
     whole_batch = graph.whole_batch
     if not isinstance(whole_batch, WholeBatch):
         return list(graph.updates)
@@ -277,7 +280,7 @@ def _get_loss_of_chunk(
 def _find_chunk_outputs(
     graph: Graph, chunk_of: Mapping[str, int], chunk_index: int, loss: Value | None
 ) -> tuple[Value, ...]:
-    """Return the model outputs that a chunk computes, followed by the loss if it is not None."""
+    """Return the model outputs that a chunk computes; `loss`, if it is not None, comes last."""
     outputs = [
         value
         for value in graph.output_values
