@@ -62,12 +62,13 @@ SHARD_OF_BATCH = (
 
 @dataclass(frozen=True)
 class SharedInputs:
-    """Inputs of a graph that have the same sharding over the ranks.
+    """Inputs of a graph with equal sharding over the ranks, so that the same ranks pass equal
+    values.
 
     Args:
         leaf_indices: indices of the inputs among the leaves of a call's arguments.
         names: names of the inputs, for errors.
-        replica_groups: for each shard that several ranks pass, these ranks.
+        replica_groups: the ranks that pass the same shard, for each shard with several such ranks.
         shard_owners: for each shard, the first rank that passes it.
     """
 
@@ -108,13 +109,13 @@ class CallComparison:
 
 
 class BatchGuard:
-    """Guard that compares the calls of a module between ranks; every rank must have a guard.
+    """Compares the calls of a module between ranks; every rank must have such a guard.
 
     Args:
         devices: this rank's view of the devices.
         graph: the graph of the module, whose inputs are the arguments of the calls.
-        arrivals: mesh axes that shard each dimension of an input, by name of each input of which
-            ranks pass shards.
+        arrivals: mesh axes that shard each dimension of the inputs of which ranks pass shards, by
+            input name.
     """
 
     def __init__(self, devices: Devices, graph: Graph, arrivals: Mapping[str, CutAxes]) -> None:
@@ -144,7 +145,8 @@ class BatchGuard:
             leaves: the leaves of the arguments, on the device.
             input_indices: for each leaf, the index of its input in the graph; None for a leaf that
                 is not an input of the graph.
-            has_gradients: whether the model has gradients, to which the next backward pass adds.
+            has_gradients: whether gradients are left from earlier backward passes, to which the
+                next one adds.
 
         Raises:
             DataError: on every rank, if this call or an earlier one differs between ranks.
@@ -176,7 +178,7 @@ class BatchGuard:
 
     @contextmanager
     def explaining_errors(self) -> Iterator[None]:
-        """Context that replaces errors raised inside by the error of a pending comparison, if any.
+        """Within the context, replace errors by the error of a pending comparison, if any.
 
         Ranks with different batches fail in many ways; the error of the comparison names the cause.
         An index that is out of bounds becomes a `DataError`.
@@ -198,7 +200,7 @@ class BatchGuard:
     def check_step(self) -> None:
         """Check the call of this step before its gradients are used.
 
-        On an accelerator, does not wait for a comparison that has not arrived, so that the host can
+        On an accelerator a comparison that has not arrived is checked later, so that the host can
         run ahead.
 
         Raises:
@@ -236,10 +238,8 @@ class BatchGuard:
         return hashes
 
     def _make_row_table(self, signature: Hashable, leaves: Sequence[Any]) -> Tensor:
-        """Return a table (`CallComparison.rows`) with the signature and batch size of this rank.
-
-        All other elements are zero.
-        """
+        """Return a table (`CallComparison.rows`) with this rank's signature and batch size,
+        otherwise 0."""
         columns = 2 + len(self._inputs) + NUM_COLUMNS
         table = torch.zeros(dist.get_world_size(), columns, dtype=torch.int64)
         # Addresses of objects in a `repr` differ between processes.
@@ -375,6 +375,5 @@ def _group_shared_inputs(
 
 
 def _get_batch_size(leaves: Sequence[Any]) -> int:
-    """Return the size of dimension 0 of the first non-scalar tensor; 0 if all tensors are
-    scalars."""
+    """Return the size of dimension 0 of the first tensor that is not a scalar; 0 without one."""
     return next((leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim), 0)

@@ -15,7 +15,7 @@ from shardwright.errors import PlanError
 
 
 def refuse_transforms() -> None:
-    """Reject a call under `torch.func` transforms, forward-mode AD or `torch.jit.trace`.
+    """Reject a call under transforms: `torch.func`, forward-mode AD or `torch.jit.trace`.
 
     Raises:
         PlanError: if a transform is active.

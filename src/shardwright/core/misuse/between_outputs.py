@@ -28,7 +28,7 @@ from shardwright.core.torch_internals.hooks import Hooks, hooks_of_result, hooks
 from shardwright.errors import PlanError
 
 _METADATA_KEY = "shardwright.output"
-"""Key in the metadata of autograd nodes for a dict from output index to `ReturnedOutput`."""
+"""Key in the metadata of autograd nodes; its value maps output indices to `ReturnedOutput`s."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,8 +38,8 @@ class ReturnedOutput:
     Args:
         name: path of the output in the returned structure, such as `output['loss']`.
         source: the user's line that computes the output; empty if unknown.
-        computed_from: outputs from which this output is computed, but whose returned tensors are
-            not in its autograd graph and so miss its gradient.
+        computed_from: outputs whose values this output is computed from, but whose returned tensors
+            are not in its autograd graph: they miss its gradient.
     """
 
     name: str
@@ -65,9 +65,9 @@ class WatchedOutput:
 
     @classmethod
     def of(cls, output: ReturnedOutput, tensor: Tensor, outputs: Sequence[Any]) -> WatchedOutput:
-        """Watch `tensor`, one of `outputs`, for hooks that the user registers.
+        """Record the hooks of `tensor`, one of `outputs`, to recognize hooks that the user adds.
 
-        Hooks of the tensor's autograd node are watched only if the tensor is the node's only
+        Hooks of the tensor's autograd node are included only if the tensor is the node's only
         output; otherwise the hooks may belong to another output.
         """
         of_node = [x for x in outputs if isinstance(x, Tensor) and x.grad_fn is tensor.grad_fn]
@@ -80,8 +80,7 @@ class WatchedOutput:
         return ((method, key) for method, hooks in self.hooks.items() for key in hooks)
 
     def gradient_request(self) -> str:
-        """Return the user's call that needs the tensor's gradient, such as `retain_grad`; empty if
-        no call needs the gradient."""
+        """Return the user's call that needs the tensor's gradient, such as `retain_grad`, or ""."""
         # None if the user has dropped the tensor, whose hooks still run.
         tensor = self.tensor()
         if tensor is not None and tensor.retains_grad:
@@ -170,7 +169,7 @@ class OutputsOffPath:
 def is_on_path(graph: Graph, flow: Communication, value: Value) -> bool:
     """Whether an uncompiled program computes other values from the tensor returned for `value`.
 
-    True if the tensor is not a DTensor, and the redistribution for each consumer begins with the
+    The tensor must not be a DTensor, and each consumer's redistribution must begin with the
     collectives that produce the returned tensor.
 
     Args:
@@ -192,7 +191,7 @@ def is_on_path(graph: Graph, flow: Communication, value: Value) -> bool:
 
 
 def _find_dependent_outputs(graph: Graph, value: Value) -> list[int]:
-    """Return the indices of output `value` and of all outputs computed from `value`."""
+    """Return the indices of the outputs that depend on `value`, an output, including its own."""
     # Operators are in the order of execution, so one pass finds all.
     dependents = {value}
     for op in graph.ops:
@@ -240,7 +239,8 @@ def _make_incomplete_gradient_message(
 # Cached, so that the check is installed once per process.
 @cache
 def refuse_gradients_of_outputs() -> None:
-    """Make `torch.autograd.grad` and `backward(inputs=...)` reject off-path outputs."""
+    """Make `torch.autograd.grad` and `backward(inputs=...)` reject incomplete gradients of
+    outputs."""
     check_before_grad(_check_requested_gradients)
 
 
@@ -258,7 +258,8 @@ def _check_requested_gradients(outputs: Sequence[Any], inputs: Sequence[Any]) ->
 def _iterate_reached_outputs(
     requested: set[ReturnedOutput], outputs: Sequence[Any]
 ) -> Iterator[ReturnedOutput]:
-    """Yield outputs computed from one of `requested` that a backward pass from `outputs` visits."""
+    """Yield the outputs that a backward pass from `outputs` visits and that are computed from one
+    of `requested`."""
     stack = [gradient_edge_of(each) for each in outputs]
     nodes, edges = set[Any](), set[tuple[Any, int]]()
     while stack:

@@ -18,8 +18,7 @@ LIBRARIES = frozenset(
 
 
 def user_line() -> str:
-    """Return the innermost calling line outside of `LIBRARIES` as ` (file:line)`; empty if there is
-    no such line."""
+    """Return the innermost calling line outside of `LIBRARIES` as ` (file:line)`, or ""."""
     for frame in _iterate_caller_frames():
         if _get_frame_module_name(frame).partition(".")[0] not in LIBRARIES:
             return f" ({frame.f_code.co_filename}:{frame.f_lineno})"
@@ -27,7 +26,7 @@ def user_line() -> str:
 
 
 def is_called_by(*modules: str) -> bool:
-    """Whether a function of one of the packages or modules `modules` is on the call stack."""
+    """Whether a function of `modules`, packages or modules, is on the call stack."""
     # With a dot at the end, so that `torch` does not match `torchvision`.
     names = tuple(f"{module}." for module in modules)
     return any(
@@ -36,7 +35,7 @@ def is_called_by(*modules: str) -> bool:
 
 
 def optimizer_among_callers() -> Optimizer | None:
-    """Return the optimizer of the innermost optimizer method on the call stack, or None."""
+    """Return the optimizer whose method is innermost on the call stack, or None."""
     for frame in _iterate_caller_frames():
         # The first local variable of a method is its `self`.
         variables = frame.f_code.co_varnames

@@ -1,11 +1,11 @@
 """Detect optimizers whose update of one parameter depends on other parameters.
 
-With pipeline stages a rank optimizes the parameters of its own stage. A step that combines all of
-its parameters, such as an update that is scaled by the norm of all gradients, would combine those
-of one stage, without an error. Neither the code nor the recorded operators of a step show this
-reliably, as values may pass through Python numbers. Therefore steps of a copy of the optimizer are
-tried over small parameters, twice, with other gradients of one parameter the second time: all
-others must be updated equally.
+With pipeline stages a rank optimizes the parameters of its own stage. A step that combines all
+parameters, such as an update scaled by the norm of all gradients, would silently combine those of
+one stage only. Neither the code nor the recorded operators of a step show this reliably, as values
+may pass through Python numbers. Therefore a copy of the optimizer makes trial steps over small
+parameters, twice; the second time one parameter has other gradients. All other parameters must be
+updated equally.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ GRADIENT_FACTOR = 1e3
 
 
 class TrialError(Exception):
-    """The step cannot be tried without effects outside of the trial."""
+    """Raised if a trial of an optimizer step would have effects outside of the trial."""
 
 
 def has_coupled_updates(optimizer: Optimizer) -> bool:
@@ -56,17 +56,17 @@ def has_coupled_updates(optimizer: Optimizer) -> bool:
         TrialError: if the step communicates, or accesses parameters of the model.
         Exception: whatever the step raises over small parameters.
     """
-    usual = _try_steps(optimizer, None)
+    usual = _run_trial_steps(optimizer, None)
     # The first and the last parameter, as groups may have different algorithms.
     for changed in (0, len(usual) - 1):
-        updated = _try_steps(optimizer, changed)
+        updated = _run_trial_steps(optimizer, changed)
         pairs = [pair for i, pair in enumerate(zip(usual, updated, strict=True)) if i != changed]
         if not all(torch.allclose(a, b, equal_nan=True) for a, b in pairs):
             return True
     return False
 
 
-def _try_steps(optimizer: Optimizer, changed: int | None) -> list[Tensor]:
+def _run_trial_steps(optimizer: Optimizer, changed: int | None) -> list[Tensor]:
     """Return the trial parameters after `TRIAL_STEPS` steps of a copy of `optimizer`.
 
     Args:
@@ -74,7 +74,7 @@ def _try_steps(optimizer: Optimizer, changed: int | None) -> list[Tensor]:
         changed: index of the parameter whose gradients are multiplied by `GRADIENT_FACTOR`, if any.
     """
     trial = _copy_with_small_parameters(optimizer)
-    parameters = list(_parameters_of(trial))
+    parameters = list(_iterate_parameters(trial))
 
     @torch.no_grad()
     def set_gradients() -> Tensor:
@@ -89,7 +89,13 @@ def _try_steps(optimizer: Optimizer, changed: int | None) -> list[Tensor]:
     constant_norm = patch.object(TotalNorms, "total", lambda *_: torch.ones(()))
     prints = redirect_stdout(io.StringIO())
     isolation = _IsolationMode(optimizer)
-    with _seeded(parameters), torch.no_grad(), prints, constant_norm, isolation:
+    with (
+        _seed_generators_temporarily(parameters),
+        torch.no_grad(),
+        prints,
+        constant_norm,
+        isolation,
+    ):
         for _ in range(TRIAL_STEPS):
             set_gradients()
             step(trial, set_gradients)
@@ -97,17 +103,17 @@ def _try_steps(optimizer: Optimizer, changed: int | None) -> list[Tensor]:
 
 
 def _copy_with_small_parameters(optimizer: Optimizer) -> Optimizer:
-    """Return a copy of `optimizer` over small parameters, of which there are at least two."""
-    memo: dict[int, Any] = {id(p): _make_small(p) for p in _parameters_of(optimizer)}
+    """Return a copy of `optimizer` over small parameters, at least two."""
+    memo: dict[int, Any] = {id(p): _make_small_parameter(p) for p in _iterate_parameters(optimizer)}
     # Optimizers inside of `optimizer` are copied with their attributes too.
-    with patch.object(Optimizer, "__getstate__", _attributes_to_copy), _SmallTensorsMode():
+    with patch.object(Optimizer, "__getstate__", _select_attributes_to_copy), _SmallTensorsMode():
         trial = deepcopy(optimizer, memo)
-    while len(list(_parameters_of(trial))) < 2:
-        trial.param_groups[0]["params"].append(_make_small(torch.zeros(2)))
+    while len(list(_iterate_parameters(trial))) < 2:
+        trial.param_groups[0]["params"].append(_make_small_parameter(torch.zeros(2)))
     return trial
 
 
-def _make_small(parameter: Tensor) -> nn.Parameter:
+def _make_small_parameter(parameter: Tensor) -> nn.Parameter:
     shape = [min(size, MAX_SIZE) for size in parameter.shape]
     values = torch.linspace(0.1, 1, torch.Size(shape).numel()).reshape(shape)
     small = nn.Parameter(values.to(parameter.device, parameter.dtype))
@@ -117,9 +123,11 @@ def _make_small(parameter: Tensor) -> nn.Parameter:
     return small
 
 
-def _attributes_to_copy(optimizer: Optimizer) -> dict[str, Any]:
-    """Return the attributes of `optimizer` that a trial copies: not its hooks, and not `step`,
-    which learning rate schedulers replace by a function of this optimizer."""
+def _select_attributes_to_copy(optimizer: Optimizer) -> dict[str, Any]:
+    """Return the attributes of `optimizer` that a trial copies: all but hooks and `step`.
+
+    Learning rate schedulers replace `step` by a function of this optimizer.
+    """
     return {
         name: value
         for name, value in vars(optimizer).items()
@@ -127,14 +135,13 @@ def _attributes_to_copy(optimizer: Optimizer) -> dict[str, Any]:
     }
 
 
-def _parameters_of(optimizer: Optimizer) -> Iterator[nn.Parameter]:
+def _iterate_parameters(optimizer: Optimizer) -> Iterator[nn.Parameter]:
     return chain.from_iterable(group["params"] for group in optimizer.param_groups)
 
 
 @contextmanager
-def _seeded(parameters: list[nn.Parameter]) -> Iterator[None]:
-    """Context in which trials draw the same random numbers, and after which generators are as
-    before."""
+def _seed_generators_temporarily(parameters: list[nn.Parameter]) -> Iterator[None]:
+    """Seed random generators within a context, and restore their states at its end."""
     device = parameters[0].device
     state = random.getstate()
     indices = [] if device.type == "cpu" else [device]
@@ -148,12 +155,12 @@ def _seeded(parameters: list[nn.Parameter]) -> Iterator[None]:
 
 
 class _SmallTensorsMode(TorchFunctionMode):
-    """Mode in which a copy of a large tensor, such as the history of a parameter, is a small tensor
-    of zeros."""
+    """Mode in which copies of large tensors, such as the history of a parameter, are small and
+    zero."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (Tensor.__deepcopy__, Tensor.clone) and max(args[0].shape, default=0) > MAX_SIZE:
-            return torch.zeros_like(_make_small(args[0]))
+            return torch.zeros_like(_make_small_parameter(args[0]))
         return func(*args, **(kwargs or {}))
 
 
@@ -166,7 +173,7 @@ class _IsolationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, optimizer: Optimizer) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        parameters = list(_parameters_of(optimizer))
+        parameters = list(_iterate_parameters(optimizer))
         gradients = [p.grad for p in parameters if p.grad is not None]
         tensors = [detached_local(tensor) for tensor in (*parameters, *gradients)]
         self._memory = {storage_id(t) for t in tensors if t.layout is torch.strided}

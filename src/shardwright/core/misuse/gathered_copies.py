@@ -35,8 +35,10 @@ VIEWS = (
 
 
 def refuse_lost_writes() -> None:
-    """Make gathered copies, which view operators return for sharded DTensors, reject writes. The
-    change applies to all DTensors of this process."""
+    """Make view operators return read-only `GatheredCopy`s where they gather sharded DTensors.
+
+    The change applies to all DTensors of this process.
+    """
     for view in VIEWS:
         change_results(view, _make_gathered_views_read_only)
 
@@ -56,8 +58,7 @@ def _make_gathered_views_read_only(results: Any, args: Sequence[Any]) -> Any:
 
 
 class GatheredCopy(Tensor):
-    """Local tensor of a gathered view of a DTensor; read-only, as it shares no memory with the
-    DTensor."""
+    """Read-only local tensor of a gathered view, which shares no memory with the DTensor."""
 
     tensor: Tensor
     __torch_function__ = plain_torch_function  # type: ignore[assignment]

@@ -32,7 +32,7 @@ MAX_ELEMENTS = 2**20
 
 
 class WatchGradient(Protocol):
-    """Function that makes backward passes compare the gradient of an output between ranks."""
+    """Function that registers a comparison of an output's gradient between ranks."""
 
     def __call__(self, output: Tensor, name: str) -> None: ...
 
@@ -106,8 +106,11 @@ class GradientGuard:
 
 
 def _compute_gradient_checksums(gradient: Tensor) -> Tensor:
-    """Return three sums of a gradient's elements: plain, of absolute values, and weighted by
-    position, which detects permutations; shape (3,), float32."""
+    """Return three sums over a gradient's elements, shape (3,), float32.
+
+    They are the plain sum, the sum of absolute values, and a sum weighted by position, which
+    detects permutations.
+    """
     numbers = torch.view_as_real(gradient) if gradient.is_complex() else gradient
     numbers = numbers.to_dense() if numbers.is_sparse else numbers
     flat = numbers.reshape(-1)

@@ -25,19 +25,26 @@ from shardwright.core.torch_internals.tensors import version
 log = logging.getLogger("shardwright")
 
 FIRST_CALLS, PERIOD = 8, 256
-"""All watched attributes are compared in the first `FIRST_CALLS` calls, then in every `PERIOD`-th
-call; `training` is compared in every call."""
+"""`FIRST_CALLS` calls compare all watched attributes, then every `PERIOD`-th call does.
+
+`training` is compared in every call.
+"""
 
 MIN_TRAINING_CALLS = 2
-"""Number of training calls of the original model, before the first call of the planned model, that
-cause a warning. A single call may only compare results."""
+"""Number of training calls of the original model that cause a warning, if the planned model has not
+been called.
+
+A single call may only compare results.
+"""
 
 SUBMODULES, PARAMETERS, VALUES = "submodules", "parameters", "values of parameters"
 TRAINED = "requires_grad of parameters"
 
 WatchedAttribute = tuple[str, str]
-"""A watched attribute: (path of a submodule, name of its attribute); the name may also be
-`SUBMODULES`, `PARAMETERS`, `VALUES` or `TRAINED`."""
+"""(Path of a submodule, name of a watched attribute).
+
+The name may also be `SUBMODULES`, `PARAMETERS`, `VALUES` or `TRAINED`.
+"""
 
 
 class OriginalModel:
@@ -133,7 +140,7 @@ class OriginalModel:
     def _iterate_watched_contents(
         self, net: nn.Module
     ) -> Iterator[tuple[WatchedAttribute, Hashable]]:
-        """Yield each watched attribute of `net`, with its content as a value to compare."""
+        """Yield (watched attribute of `net`, its content in comparable form)."""
         modules = dict(net.named_modules())
         for path, name in self._watched:
             if path in modules:
@@ -154,7 +161,7 @@ def _is_equal_in_planned_model(
     original: Mapping[str, nn.Module],
     planned: Mapping[str, nn.Module],
 ) -> bool:
-    """Whether an attribute that changed in the original has the same value in the planned model.
+    """Whether the planned model has the value that an attribute of the original was changed to.
 
     Args:
         attribute: a watched attribute.

@@ -26,8 +26,8 @@ from shardwright.errors import PlanError
 
 SAVES_FROM_ALL_RANKS = "torch.distributed.checkpoint"
 SENDS_TO_RANKS = "torch.distributed.distributed_c10d"
-"""Module of collectives such as `gather_object`, which pickle the objects that they send. With
-these collectives a rank can gather all stages."""
+"""Module of collectives that pickle objects, such as `gather_object`: a rank can gather all stages
+by these."""
 
 SHARD, STAGE = "shard of each tensor", "pipeline stage"
 
@@ -103,10 +103,11 @@ def refuse_to_save_stage(module: nn.Module, names: Collection[str]) -> None:
 def _convert_to_stage_tensors(
     missing: str, module: nn.Module, state: dict[str, Any], prefix: str, metadata: object
 ) -> None:
-    """Convert tensors of a state dict to `StageTensor`s, unless the state dict has entry `missing`.
+    """Convert tensors of an incomplete state dict to `StageTensor`s.
 
     Args:
-        missing: name, relative to `module`, of an entry that only other stages have.
+        missing: name, relative to `module`, of an entry that only other stages have; a state dict
+            with this entry is complete.
         module, state, prefix, metadata: arguments of a state dict post-hook.
     """
     if prefix + missing in state:  # complete: inside of `whole`

@@ -20,8 +20,8 @@ from shardwright.core.torch_internals.tensors import (
 from shardwright.errors import PlanError
 
 FIRST_CALLS, PARTS = 10, 8
-"""The first `FIRST_CALLS` calls check the memory of all parameters; each later call checks one in
-`PARTS` parameters.
+"""Numbers of periodic checks of parameter memory: `FIRST_CALLS` calls check all parameters, each
+later call one in `PARTS`.
 
 The check is slow, and code that replaces `.data` usually does so in every step.
 """
@@ -111,14 +111,15 @@ class PlannedParameters:
                     )
 
     def checks_before_backward(self, recomputes: bool) -> list[Callable[[], None]]:
-        """Return checks, to run before the backward pass, that parameters are unmodified.
+        """Return checks, to run before the backward pass, that parameters are unmodified since this
+        call.
 
         Like autograd's version check, they raise `RuntimeError` if a parameter was modified in
-        place since this call.
+        place.
 
         Args:
-            recomputes: whether the backward pass recomputes operators from parameters that autograd
-                has not saved and does not check; if not, the list is empty.
+            recomputes: whether the backward pass recomputes operators; it then reads parameters
+                that autograd has not saved and does not check. If false, the list is empty.
         """
         if not recomputes:
             return []

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from shardwright.errors import DataError
 
 GRACE_SECONDS = 0.5
-"""Seconds that a rank waits before it raises an error that other ranks must detect too."""
+"""Seconds that a rank waits before an error, so that other ranks detect the same error."""
 
 
 def is_due(number: int, num_first_calls: int, period: int) -> bool:
@@ -25,10 +25,9 @@ def is_due(number: int, num_first_calls: int, period: int) -> bool:
 
 @contextmanager
 def delay_data_errors() -> Iterator[None]:
-    """Context that delays a `DataError` by `GRACE_SECONDS`, so that other ranks detect it too.
+    """Delay a `DataError` of the context by `GRACE_SECONDS`, so that other ranks detect it too.
 
-    If this process ended immediately, the comparison of other ranks would fail with a network
-    error.
+    If this process ended at once, other ranks would fail with a network error instead.
     """
     try:
         yield

@@ -26,13 +26,12 @@ log = logging.getLogger("shardwright")
 def watch_optimizers_of_stages() -> None:
     """Adapt optimizers of this process to pipeline stages, from their first step on.
 
-    Rejected: a step that combines all of its parameters, such as that of LBFGS, pickling the state
-    dict of a stage's optimizer, and loading this state dict into an optimizer over other
-    parameters. Accepted: an optimizer without parameters, because another stage may own all
-    parameters of a module.
+    It rejects steps that combine all parameters, such as those of LBFGS; pickling of a stage's
+    optimizer state; and loading this state into an optimizer over other parameters. It accepts
+    optimizers without parameters, because another stage may own all parameters of a module.
     """
     initialize: Callable[..., None] = Optimizer.__init__
-    setattr(Optimizer, initialize.__name__, _accepting_no_parameters(initialize))
+    setattr(Optimizer, initialize.__name__, _wrap_to_accept_no_parameters(initialize))
     # Weak, so that optimizers can be freed.
     checked = WeakSet[Optimizer]()
 
@@ -46,7 +45,7 @@ def watch_optimizers_of_stages() -> None:
         is_of_stage = not stage_ids.isdisjoint(map(id, parameters))
         # An optimizer without parameters has those of no stage on this rank, but perhaps on others.
         if is_of_stage or (stages and not parameters):
-            _check_updates(optimizer)
+            _check_updates_are_independent(optimizer)
         # After the check, so that each step of a refused optimizer raises the error.
         checked.add(optimizer)
         if is_of_stage:
@@ -79,9 +78,10 @@ def watch_optimizers_of_stages() -> None:
     setattr(Optimizer, load.__name__, load_or_explain)
 
 
-def _accepting_no_parameters(initialize: Callable[..., None]) -> Callable[..., None]:
-    """Return an `Optimizer.__init__` that accepts an empty list of parameters, which PyTorch
-    rejects, in a process with a planned model in stages.
+def _wrap_to_accept_no_parameters(initialize: Callable[..., None]) -> Callable[..., None]:
+    """Return an `Optimizer.__init__` that accepts an empty list of parameters, unlike PyTorch's.
+
+    This applies in processes with a planned model in pipeline stages.
 
     Args:
         initialize: `Optimizer.__init__` of PyTorch.
@@ -107,7 +107,7 @@ def _accepting_no_parameters(initialize: Callable[..., None]) -> Callable[..., N
     return initialize_or_leave_empty
 
 
-def _check_updates(optimizer: Optimizer) -> None:
+def _check_updates_are_independent(optimizer: Optimizer) -> None:
     """Check that a step of `optimizer` updates each parameter independently of all others."""
     name = type(optimizer).__name__
     try:

@@ -70,7 +70,7 @@ def check_equal_training(call: int, rows: Sequence[Sequence[int]]) -> None:
 
 
 def _get_field_for_comparison(record: TrainingRecord, name: str) -> float:
-    """Return a field of a record; for the learning rate, the mean instead of the sum over steps."""
+    """Return a field of a record as it is compared: the learning rate as its mean over steps."""
     value: float = getattr(record, name)
     # The number of steps is equal here, as it is compared first.
     return value / max(1, record.steps) if name == "learning_rate" else value

@@ -71,13 +71,18 @@ OVERWRITING_OPERATORS = frozenset({"copy_", "_foreach_copy_", "fill_"})
 """In-place operators that overwrite a tensor without reading it."""
 
 FIRST_MIXES, PERIOD = 2, 256
-"""Ordinary tensors that an operator combines with DTensors are compared between ranks in the first
-`FIRST_MIXES` calls with equal shapes, and in every `PERIOD`-th call."""
+"""Calls that compare ordinary tensors between ranks: the first `FIRST_MIXES` with equal shapes, and
+every `PERIOD`-th.
+
+Operators combine these tensors with DTensors.
+"""
 
 
 def compute_unsupported_operators() -> None:
-    """Make DTensors of this process run operators that DTensor does not support, or raise an error
-    with the reason."""
+    """Extend DTensor by unsupported operators, or by errors that say why they cannot run.
+
+    The change applies to all DTensors of this process.
+    """
     set_operator_handler(aten.index_put_.default, _assign_indexed_elements)
     for operator in operators_in_namespace("aten"):
         if (view := _find_out_of_place_view(operator)) is not None:
@@ -160,8 +165,8 @@ def _run_unsupported_operator(
 
 
 def _find_out_of_place_view(operator: OpOverload) -> Callable[..., Any] | None:
-    """Return the view operator of an in-place view, such as `transpose` of `transpose_`; None for
-    other operators."""
+    """Return the view operator of an in-place view, such as `transpose` of `transpose_`, or
+    None."""
     if torch.Tag.inplace_view not in operator.tags or operator is aten.detach_.default:
         # `detach_` works for DTensors.
         return None
@@ -175,8 +180,11 @@ def _find_out_of_place_view(operator: OpOverload) -> Callable[..., Any] | None:
 def _apply_view_in_place(
     view: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> DTensor:
-    """Apply an in-place view to a DTensor. DTensor does not implement `x.transpose_(0, 1)`, and
-    `x.squeeze_()` does not change `x.shape` if `x` is replicated."""
+    """Apply an in-place view to a DTensor by its out-of-place operator.
+
+    DTensor does not implement `x.transpose_(0, 1)`, and `x.squeeze_()` does not change `x.shape` if
+    `x` is replicated.
+    """
     tensor: DTensor = args[0]
     assign_dtensor(tensor, view(*args, **kwargs))
     return tensor
@@ -252,9 +260,8 @@ def _run_operator_on_mixed_tensors(
 def _get_mixed_call_counts() -> WeakKeyDictionary[object, Counter[tuple[Any, ...]]]:
     """Return the counters of calls that mix DTensors and ordinary tensors.
 
-    The key is the running optimizer or, outside of optimizer steps, the device mesh.
-
-    A counter maps (operator, shapes of ordinary tensors) to the number of calls.
+    They are keyed by the running optimizer or, outside of optimizer steps, by the device mesh. A
+    counter maps (operator, shapes of ordinary tensors) to the number of calls.
     """
     return WeakKeyDictionary()
 
@@ -262,8 +269,7 @@ def _get_mixed_call_counts() -> WeakKeyDictionary[object, Counter[tuple[Any, ...
 def _check_tensors_equal_on_ranks(
     operator: OpOverload, tensors: Sequence[Tensor], mesh: DeviceMesh
 ) -> None:
-    """Check that ordinary tensors are equal on all ranks, in the first calls with equal shapes and
-    periodically later.
+    """Check that ordinary tensors are equal on all ranks: in first calls and periodically later.
 
     Raises:
         PlanError: on all ranks, if a tensor differs between ranks.
@@ -322,6 +328,7 @@ def _refuse_fully_shard(parameter: Tensor) -> None:
 
 
 def _describe_step() -> str:
-    """Return the running optimizer step as ` in `Name.step``, or `""`."""
+    """Return ` in `, with the name of the running optimizer step, for errors; "" outside of
+    steps."""
     optimizer = optimizer_among_callers()
     return f" in `{type(optimizer).__name__}.step`" if optimizer is not None else ""
