@@ -9,7 +9,7 @@ from math import prod
 from shardwright.errors import LayoutError
 
 Axes = tuple[int, ...]
-"""Indices of axes of a device matrix, counted from the left, in order of significance."""
+"""Indices of axes of a device matrix, counted from the left, the most significant first."""
 
 Shape = tuple[int, ...]
 """Sizes of a tensor's dimensions."""
@@ -37,7 +37,7 @@ def axis_names() -> Iterator[str]:
 
 
 def common_length(first: Axes, second: Axes) -> int:
-    """Return the length of the longest common prefix of two lists of axes."""
+    """Return the number of leading axes that two lists of axes have in common."""
     length = 0
     while length < len(first) and length < len(second) and first[length] == second[length]:
         length += 1
@@ -63,7 +63,7 @@ def shard_index(axes: Axes, sizes: tuple[int, ...], coordinates: Mapping[int, in
 
 
 def common_axes(*device_matrices: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the prime sizes of axes whose products are the axes of all device matrices.
+    """Return the prime sizes of the axes of the coarsest device matrix that refines all given ones.
 
     >>> common_axes((8,), (2, 4))
     (2, 2, 2)
@@ -105,8 +105,8 @@ INTERLEAVED = "interleaved_parallel"
 def axes_with_devices(
     sizes: tuple[int, ...], names: tuple[str, ...]
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Check the sizes and names of the axes of a device matrix, and return both without the virtual
-    axis `interleaved_parallel`.
+    """Check sizes and names of axes, and return both without the virtual axis
+    `interleaved_parallel`.
 
     Raises:
         LayoutError: if `sizes` is not a tuple of positive ints, `names` is not a tuple of distinct

@@ -24,11 +24,11 @@ from shardwright.core.layout.axes import Axes, common_length, shard_index
 from shardwright.core.layout.layout import TensorLayout
 
 Pattern = Literal["ring", "pairwise", "point_to_point"]
-"""Communication pattern of a collective: around a ring of the group, between all pairs of devices,
-or from each device to the devices that need parts of its shard."""
+"""How a collective communicates: around a ring, between all pairs of devices, or from each device
+to those that need parts of its shard."""
 
 AxesBetween = Callable[[TensorLayout, TensorLayout], Axes | None]
-"""Function from a source and a target layout to the axes of one step between them."""
+"""Function of two layouts, source and target, that returns the axes of one step between them."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class CellExchange:
 
     @property
     def backward(self) -> CellExchange:
-        """Inverse exchange, which restores the source shards from the target shards."""
+        """The inverse exchange, from target shards to source shards."""
         return CellExchange(
             self.receive_cuts,
             self.send_cuts,
@@ -126,8 +126,10 @@ class CellExchange:
 
 @lru_cache(maxsize=1 << 10)
 def cell_exchange(source: TensorLayout, target: TensorLayout) -> CellExchange:
-    """Return the blocks of shards, called cells, that each device sends and receives in the
-    `all_to_all_v` from `source` to `target`."""
+    """Return the cells that each device sends and receives in the `all_to_all_v` of two layouts.
+
+    A *cell* is the largest block of which the shards of both layouts consist.
+    """
     # Devices that differ on a common leading axis exchange nothing, so that it is not of the group.
     before, after = _find_differing_axes(source, target)
     sizes = source.device_matrix
@@ -174,8 +176,8 @@ def cell_exchange(source: TensorLayout, target: TensorLayout) -> CellExchange:
 def all_to_all_v_axes(source: TensorLayout, target: TensorLayout) -> Axes | None:
     """Return the axes of the `all_to_all_v` between two layouts, in mesh order.
 
-    The result is None if the layouts use different axes, or if each shard has cells for every
-    device of the group, since `all_to_all_v` then sends as many bytes as `all_to_all`.
+    Returns None if the layouts use different axes. Also returns None if each shard has cells for
+    every device of the group: `all_to_all_v` then sends as many bytes as `all_to_all`.
     """
     before, after = _find_differing_axes(source, target)
     axes = sorted(axis for dim in before for axis in dim)
@@ -192,7 +194,7 @@ def all_to_all_v_axes(source: TensorLayout, target: TensorLayout) -> Axes | None
 def _find_differing_axes(
     source: TensorLayout, target: TensorLayout
 ) -> tuple[list[Axes], list[Axes]]:
-    """Return the axes that shard each dimension in `source` and in `target`, without the common
+    """Return the axes that shard each dimension, in `source` and in `target`, without the common
     leading axes."""
     before, after = [], []
     for source_axes, target_axes in zip(source.axes, target.axes, strict=True):
@@ -221,7 +223,7 @@ def _list_cells_of_shard(
 
 
 def _count_positions(positions: list[int], devices: int) -> tuple[int, ...]:
-    """Return the number of occurrences of each position from 0 to `devices` - 1."""
+    """Return how often each position from 0 to `devices` - 1 occurs in `positions`."""
     counts = Counter(positions)
     return tuple(counts[position] for position in range(devices))
 

@@ -14,12 +14,12 @@ def join_axes(
 ) -> tuple[Axes, ...]:
     """Group the axes of a device matrix that always shard dimensions together, in the same order.
 
-    Two axes are joined if the second follows the first wherever the first occurs, and vice versa.
+    Two axes are joined if one follows the other in every list that has either.
 
     Args:
         count: number of axes of the matrix.
         lists: the axes that shard each dimension of each tensor.
-        may_join: predicate on two axes, the left and the right, that is true if they may be joined.
+        may_join: whether two axes, the left and the right, may be joined.
 
     Returns:
         The groups in the order of their first axes; in each, the most significant axis first.

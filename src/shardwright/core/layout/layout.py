@@ -136,7 +136,7 @@ class Layout:
 
     @property
     def sizes(self) -> str:
-        """Text of all axes with their numbers of devices, such as `dp 4, tp 2`."""
+        """All axes with their numbers of devices as text, such as `dp 4, tp 2`."""
         return ", ".join(map("{} {}".format, self.alias_names, self.device_matrix))
 
     def size(self, axes: Iterable[int]) -> int:
@@ -251,10 +251,10 @@ class TensorLayout:
 
     @property
     def tensor_map(self) -> tuple[int | tuple[int, ...], ...]:
-        """MindSpore's `tensor_map`: the axis that shards each dimension, from 0 for the last axis.
+        """MindSpore's `tensor_map`: for each dimension, the axis that shards it, from 0 for the
+        last axis.
 
-        The entry is -1 for a dimension that is not sharded, and a tuple if several axes shard the
-        dimension.
+        -1 stands for a dimension that is not sharded, a tuple for several axes.
         """
         last = len(self.device_matrix) - 1
         mapped = (tuple(last - axis for axis in dim) for dim in self.axes)
@@ -344,7 +344,7 @@ class TensorLayout:
         return {block: tuple(ranks) for block, ranks in ranks_of.items()}
 
     def on(self, mesh: DeviceMatrix) -> TensorLayout:
-        """Return the same layout on a device matrix with finer axes or another order of ranks.
+        """Return this layout on a device matrix with finer axes or another order of ranks.
 
         Raises:
             LayoutError: if `mesh` has other ranks, or an axis of this layout is not a product of
@@ -364,7 +364,7 @@ class TensorLayout:
 
     @property
     def placement(self) -> str:
-        """Text of the axes that shard each dimension, such as `(a, b·c; partial d)`."""
+        """The axes that shard each dimension as text, such as `(a, b·c; partial d)`."""
         named = self.layout.named
         dims = ", ".join(named(dim) or "None" for dim in self.axes)
         # Sorted: sets have no order, and equal layouts must have equal texts.
@@ -484,6 +484,6 @@ def interned_layout(
 ) -> TensorLayout:
     """Return a `TensorLayout`; equal arguments give the same object.
 
-    Searches use layouts as cache keys very often, and lookups compare identical objects fastest.
+    Searches use layouts as cache keys, and lookups of identical objects are fastest.
     """
     return TensorLayout(layout, axes, partial, varying)

@@ -95,10 +95,10 @@ class RedistributionStep:
         return COLLECTIVES[collective].sent_volume(local, self.group_size)
 
     def permutation(self) -> tuple[int, ...]:
-        """Return the position to which each position in the group sends its shard in a permute.
+        """Return the destination of each device's shard in a permute.
 
-        A position is the index of a device in the group, with the `axes` in mesh order. The i-th
-        device that has a shard sends it to the i-th device that needs it.
+        Devices are positions in the group, with the `axes` in mesh order. The i-th device that has
+        a shard sends it to the i-th device that needs it.
 
         Raises:
             LayoutError: if the step is not a permute.
@@ -215,11 +215,13 @@ def redistribution_steps(
     """Find the cheapest steps that redistribute a tensor of `shape` from `source` to `target`.
 
     The cost is the bytes sent in both passes (in the forward pass if not `differentiable`), then
-    the number of steps; ties go to slices first and gathers last, and to outer axes before inner
-    axes. If the layouts differ in at most three axes, the result is optimal among all steps over
-    these axes and the dimensions that differ. Otherwise it is a heuristic, which costs at most as
-    much as all-reduce, all-gather and slice. If not `differentiable`, varying axes of the target
-    are treated as replicated.
+    the number of steps. Ties go to slices first and gathers last, and to outer axes before inner
+    axes.
+
+    If the layouts differ in at most three axes, the result is optimal among all steps over these
+    axes and the dimensions that differ. Otherwise it is a heuristic that costs at most as much as
+    all-reduce, all-gather and slice. If not `differentiable`, varying axes of the target are
+    treated as replicated.
 
     Raises:
         LayoutError: if the layouts have different device matrices or numbers of dimensions, do not
@@ -229,7 +231,7 @@ def redistribution_steps(
     # Varying differs from replicated in the gradient only.
     if not differentiable and target.varying:
         target = replace(target, varying=frozenset())
-    _check_layouts(source, target, shape)
+    _check_redistribution_exists(source, target, shape)
     if source == target:
         return ()
     translation = _RouteProblemTranslation.of(source, target)
@@ -245,8 +247,7 @@ def redistribution_steps(
 def joined_step(
     first: RedistributionStep, second: RedistributionStep, shape: Shape, itemsize: int
 ) -> RedistributionStep | None:
-    """Return one step that replaces two consecutive steps without sending more bytes; None
-    if no step can.
+    """Return one step that replaces two consecutive steps and sends at most as many bytes, or None.
 
     Args:
         shape: global shape of the tensor.
@@ -295,7 +296,7 @@ def _order_by_link_speed(path: list[RedistributionStep]) -> list[RedistributionS
 
 
 def _replace_source_layout(step: RedistributionStep, source: TensorLayout) -> RedistributionStep:
-    """Return `step` with `source` as its source layout, and its target layout adapted to match."""
+    """Return `step` on another source layout; its target layout changes accordingly."""
     axes = tuple(
         step.target.axes[dim] if dim == step.dim else dim_axes
         for dim, dim_axes in enumerate(source.axes)
@@ -307,7 +308,7 @@ def _replace_source_layout(step: RedistributionStep, source: TensorLayout) -> Re
     return replace(step, source=source, target=target)
 
 
-def _check_layouts(source: TensorLayout, target: TensorLayout, shape: Shape) -> None:
+def _check_redistribution_exists(source: TensorLayout, target: TensorLayout, shape: Shape) -> None:
     """Raise LayoutError if no steps lead from `source` to `target`."""
     if source.layout != target.layout:
         raise LayoutError(
@@ -457,8 +458,10 @@ def _group_redistributed_axes(
         return [(axis,) for axis in moving]
 
     def follows(axis: int, other: int) -> bool:
-        """Whether, in both layouts, axis `other` directly follows `axis` in a dimension, or both
-        are partial, varying or unused."""
+        """Whether `other` directly follows `axis` in a dimension of both layouts.
+
+        Also true if both axes are partial, varying or unused in both layouts.
+        """
         return all(
             state[axis][0] == state[other][0]
             and (state[axis][1] is None or state[other][1] == (state[axis][1] or 0) + 1)
@@ -482,9 +485,9 @@ def _group_redistributed_axes(
 def _compute_axis_states(
     layout: TensorLayout, fixed: set[int]
 ) -> dict[int, tuple[int | str, int | None]]:
-    """Return how a layout uses each mesh axis, by index of the axis.
+    """Return how a layout uses each axis of its device matrix, by index of the axis.
 
-    The entry of an axis that shards a dimension is (dimension, index among the dimension's axes).
+    An axis that shards a dimension has the entry (dimension, index among the dimension's axes).
     Other entries are ("fixed" | "partial" | "varying" | "", None); "" is a replicated axis.
     """
     states: dict[int, tuple[int | str, int | None]] = {}

@@ -127,16 +127,15 @@ class Problem:
 
     @cached_property
     def target_axes(self) -> tuple[frozenset[int], ...]:
-        """Set of the axes that shard each dimension in the target."""
+        """The axes that shard each dimension in the target, as sets."""
         return tuple(map(frozenset, self.target))
 
     @cached_property
     def axis_runs(self) -> tuple[AxesByDim, ...]:
         """Runs of axes that one move may add to each dimension, the longest first.
 
-        These are runs of consecutive axes of the target. For problems of up to `ALL_MOVES_AXES`
-        axes, single axes that do not shard the dimension in the target are added, which a later
-        permute may replace.
+        A run consists of consecutive axes of the target. In problems of up to `ALL_MOVES_AXES`
+        axes, each other axis is a run too, which a later permute may replace.
         """
         choices = []
         for target_axes in self.target:
@@ -179,13 +178,13 @@ def route(problem: Problem) -> Path:
     cost = _compute_total_cost(problem, problem.source, path)
     # With one or two axes the plain route is a good enough upper bound for the exact search.
     if len(problem.sizes) > 2:
-        cost, path = _heuristic_search(problem, cost, path)
+        cost, path = _search_heuristically(problem, cost, path)
     if len(problem.sizes) <= EXACT_AXES:
-        path = _exact_search(problem, cost) or path
+        path = _search_exactly(problem, cost) or path
     return path
 
 
-def _heuristic_search(problem: Problem, best_cost: int, best_path: Path) -> tuple[int, Path]:
+def _search_heuristically(problem: Problem, best_cost: int, best_path: Path) -> tuple[int, Path]:
     """Improve a route by expanding up to `HEURISTIC_STATES` states.
 
     Args:
@@ -218,9 +217,11 @@ def _heuristic_search(problem: Problem, best_cost: int, best_path: Path) -> tupl
     return best_cost, best_path
 
 
-def _exact_search(problem: Problem, limit: int) -> Path | None:
-    """Find the cheapest route; None if all routes cost more than `limit`, or if the search ends
-    after `EXACT_STATES` expanded states."""
+def _search_exactly(problem: Problem, limit: int) -> Path | None:
+    """Find the cheapest route by A*.
+
+    Returns None if all routes cost more than `limit`, or after `EXACT_STATES` expanded states.
+    """
     goal, target_size = problem.goal, problem.local_size(problem.target)
     expanded: set[State] = set()
     # Entries are (lower bound on the total cost, moves, path, cost of the path, state). The bound
@@ -270,7 +271,7 @@ def _compute_move_cost(problem: Problem, move: Move, local_size: int) -> int:
 
 
 def _find_candidate_moves(problem: Problem, state: State) -> list[tuple[int, Move]]:
-    """Return the moves from a state that may be part of a cheapest route, as (cost, move).
+    """Return (cost, move) of each move from a state that may be part of a cheapest route.
 
     No move changes settled axes. If a slice settles its axes, it is the only candidate, since it
     makes all other moves cheaper. In differentiable problems of more than `ALL_MOVES_AXES` axes the
@@ -304,13 +305,14 @@ def _find_candidate_moves(problem: Problem, state: State) -> list[tuple[int, Mov
 
 
 def _reaches_target_prefix(problem: Problem, move: Move) -> bool:
-    """Whether a dimension's axes, after a slice or reduce-scatter, are a prefix of the target's."""
+    """Whether a move's dimension is sharded by leading axes of the target's after the move."""
     axes = move.axes_by_dim[move.dim]
     return axes == problem.target[move.dim][: len(axes)]
 
 
 def _count_settled_axes(axes_by_dim: AxesByDim, target: AxesByDim) -> tuple[int, ...]:
-    """Return the number of leading axes of each dimension that are equal in the target."""
+    """Return, for each dimension, how many of the target's axes already shard it, from the first
+    on."""
     return tuple(map(common_length, axes_by_dim, target))
 
 
@@ -323,7 +325,7 @@ def _replace_axes(axes_by_dim: AxesByDim, dim: int, axes: Axes) -> AxesByDim:
 
 
 def _iterate_sharding_moves(problem: Problem, state: State, free: frozenset[int]) -> Iterator[Move]:
-    """Yield slices and reduce-scatters over `problem.axis_runs`, the longest first.
+    """Yield slices and reduce-scatters along runs of axes (`problem.axis_runs`), the longest first.
 
     Args:
         problem: the problem to solve.
@@ -433,8 +435,10 @@ def _list_equal_count_assignments(
 
 
 def _build_plain_route(problem: Problem, state: State) -> Path:
-    """Return the route of an all-reduce, all-gathers of unsettled axes, and slices, which always
-    exists but is rarely the cheapest."""
+    """Return the plain route: all-reduce, all-gathers of unsettled axes, slices.
+
+    It always exists but is rarely the cheapest.
+    """
     moves, axes_by_dim = [], state.axes_by_dim
     settled = _count_settled_axes(axes_by_dim, problem.target)
     if state.partial:
