@@ -21,7 +21,7 @@ from shardwright.core.graph.graph import Value
 from shardwright.core.runtime.collective_errors import SOURCE_VARIABLE
 
 NAMED_RANGE = "named_range"
-"""Name, in generated source, of the context manager that labels a line in profiler traces."""
+"""Identifier, in generated source, of the context manager that labels a line in profiler traces."""
 
 RecomputeFunction = Callable[..., Any]
 """Function that runs its first argument with activation checkpointing, like
@@ -110,11 +110,11 @@ class Source:
 
 
 def expression(argument: Any, variable: Callable[[Value], str]) -> str:
-    """Return an argument of an operator as a Python expression.
+    """Return an operator's argument as a Python expression.
 
     Args:
         argument: the argument; may contain graph values.
-        variable: returns the name of the variable of a graph value.
+        variable: maps a graph value to the name of its variable.
     """
     if isinstance(argument, Value):
         return variable(argument)
@@ -195,7 +195,7 @@ def write_body(lines: Sequence[Line], outputs: Collection[str]) -> Iterator[str]
 def nest_segments(
     lines: Sequence[Line], outputs: Collection[str], name: Callable[[str], str], runner: str
 ) -> list[Line]:
-    """Return `lines` with each recomputed segment replaced by a line that calls an inner function.
+    """Return `lines` with each recomputed segment replaced by a call of an inner function.
 
     Lines without a segment between lines of a segment move before the segment or, if they depend on
     its results, after the segment.
@@ -232,7 +232,10 @@ def nest_segments(
 def _split_at_segment(
     lines: Sequence[Line], segment: str
 ) -> tuple[list[Line], list[Line], list[Line]]:
-    """Return (lines before a segment, lines of the segment, lines after it), reordered."""
+    """Return (lines before a segment, lines of the segment, lines after it).
+
+    Lines between lines of the segment move to before it or, if they depend on it, to after it.
+    """
     before: list[Line] = []
     inside: list[Line] = []
     after: list[Line] = []
@@ -256,7 +259,7 @@ def _split_at_segment(
 def _make_segment_call(
     body: Sequence[Line], readers: Mapping[str, set[str | None]], function: str, runner: str
 ) -> Line:
-    """Return a line that defines and calls an inner function with the lines of a segment.
+    """Return a line that defines and calls the inner function of a recomputed segment.
 
     Args:
         body: the lines of the segment.

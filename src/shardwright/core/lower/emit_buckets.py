@@ -84,7 +84,8 @@ class BucketLines:
             self.regather = BackwardRegather()
 
     def enter(self) -> None:
-        """Emit the first lines of a program, whose backward pass runs last."""
+        """Emit the first lines of a program, whose backward pass runs last: local shards of
+        all-reduced buckets enter the autograd graph."""
         for bound in self._program_buckets:
             # Lines at the top run last in the backward pass: reductions overlap all of it.
             if not bound.bucket.gathers or bound.replicas is not None:
@@ -111,7 +112,7 @@ class BucketLines:
         return name
 
     def member(self, value: Value, route: Sequence[Transfer]) -> str | None:
-        """Emit the gather of parameter `value` by its bucket, and return the resulting variable.
+        """Emit the gather of the bucket of parameter `value`, and return the variable of `value`.
 
         Returns None if no step of `route` is in a bucket.
         """
@@ -177,7 +178,7 @@ class BucketLines:
         self.source.add(names, call, reads, unpack=True, segment=bucket.segment)
 
     def _find_bucket_to_prefetch(self, bucket: Bucket) -> Bucket | None:
-        """Return the bucket to prefetch before `bucket` is used, or None."""
+        """Return the bucket whose gather starts before `bucket` is used, or None."""
         if bucket.segment is not None:
             return None
         # Buckets are numbered in order of first use.
@@ -186,24 +187,26 @@ class BucketLines:
 
 
 def _can_prefetch(bucket: Bucket) -> bool:
-    """Whether a bucket can be prefetched; recomputed segments gather their buckets themselves."""
+    """Whether the gather of a bucket can start early; recomputed segments gather their own
+    buckets."""
     return bucket.gathers and bucket.segment is None
 
 
 def used_member_key(member: BucketMember) -> str:
-    """Return the key, in `UnshardedParameters.tensors`, of a parameter of a bucket in the layout in
-    which operators read it."""
+    """Return the key of a gathered parameter, in the layout that operators read, in
+    `UnshardedParameters.tensors`."""
     return f"{member.name} as used"
 
 
 def cast_key(value: Value) -> str:
-    """Return the key, in `UnshardedParameters.tensors`, of a cast parameter without a bucket."""
+    """Return the key of a parameter without a bucket, cast to the dtype that operators read, in
+    `UnshardedParameters.tensors`."""
     return f"{value.name} as {str(value.dtype).removeprefix('torch.')}"
 
 
 def gathered_bucket_key(bucket: Bucket) -> str:
-    """Return the key, in `UnshardedParameters.tensors`, of the gathered parameters of a `level2`
-    (ZeRO-2) bucket."""
+    """Return the key of the gathered parameters of a `level2` (ZeRO-2) bucket in
+    `UnshardedParameters.tensors`."""
     return f"bucket {bucket.number}"
 
 

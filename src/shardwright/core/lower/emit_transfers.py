@@ -19,8 +19,9 @@ from shardwright.core.runtime.overlap import DelayGradient, FinishCollective, St
 
 @dataclass
 class TransferLines:
-    """Emitter of transfers: one line each, or a start line and a finish line to overlap the
-    transfer with computation.
+    """Emitter of transfers, as one line each, or as a start and a finish line around computation.
+
+    A *transfer* is a redistribution step of a value.
 
     Args:
         communication: the communication of the program.
@@ -93,7 +94,7 @@ class TransferLines:
         )
 
     def _emit_gradient_delay(self, op: Op, transfer: Transfer) -> None:
-        """Emit the line whose backward pass computes the delayed weight gradient of `op`."""
+        """Emit a line in whose backward pass the delayed weight gradient of `op` is computed."""
         weight = self.weight_of(op)
         shape = self.communication.initial_layouts[op.output].shard_shape(op.output.shape)
         x_shape = self.communication.input_layouts[op.name][0].shard_shape(op.inputs[0].shape)
@@ -129,7 +130,8 @@ class TransferLines:
         )
 
     def _bind_transfer(self, transfer: Transfer) -> BoundCollective:
-        """Return the function that executes a transfer; transfers with equal steps share it."""
+        """Return the function that executes a transfer; transfers with equal steps share one
+        function."""
         step, pending = transfer.step, transfer is self.pending
         call = step.operation, step.axes, step.dim, step.to_dim, step.backward
         key: tuple[Any, ...] = (pending, *call)

@@ -23,7 +23,7 @@ from shardwright.core.torch_internals.operators import OpOverload, schema_of
 
 @dataclass
 class Kernels:
-    """Kernels of the operators of a program, created at first use."""
+    """Kernels of a program's operators, created at first use."""
 
     devices: Devices
     cuts: Mapping[str, Cuts]
@@ -31,8 +31,11 @@ class Kernels:
     _kernels: dict[Op, Callable[..., Any]] = field(default_factory=dict)
 
     def of(self, op: Op) -> Callable[..., Any]:
-        """Return the kernel of `op`: the kernel of its sharding rule, or `op.target` if the rule
-        has no kernel or the operator is not sharded."""
+        """Return the function that computes `op` on local tensors.
+
+        It is the kernel of the sharding rule, or `op.target` if the rule has no kernel or `op` is
+        not sharded.
+        """
         if op not in self._kernels:
             self._kernels[op] = op.target
             rule, is_cut = rule_of(op), any(self.cuts.get(op.name, {}).values())
@@ -85,7 +88,7 @@ class Kernels:
 
 
 def returns_many(op: Op) -> bool:
-    """Whether the operator's target returns a sequence of tensors, possibly of length 1."""
+    """Whether the operator returns a sequence of tensors, possibly of length 1."""
     if isinstance(op.target, OpOverload):
         returns = schema_of(op.target).returns
         # `split` returns a list, also one of a single tensor.
@@ -94,8 +97,10 @@ def returns_many(op: Op) -> bool:
 
 
 def returns_nones(op: Op) -> bool:
-    """Whether the operator may return None instead of a tensor, as a backward operator does for an
-    input that needs no gradient."""
+    """Whether the operator may return None instead of a tensor.
+
+    A backward operator returns None for an input that needs no gradient.
+    """
     if not isinstance(op.target, OpOverload):
         return False
     returns = schema_of(op.target).returns

@@ -83,8 +83,10 @@ class Program:
     by_region: Callable[[Compiler], Callable[..., Any] | None] = lambda compiler: None
 
     def compiled(self, compiler: Compiler, regional: bool) -> Program:
-        """Return the program compiled by `compiler`; if `regional`, only its repeated blocks are
-        compiled, as one function."""
+        """Return the program compiled by `compiler`.
+
+        If `regional`, only its repeated blocks are compiled, as one function.
+        """
         function = self.by_region(compiler) if regional else None
         # Without repeated blocks there is no region, and the whole program is compiled.
         return replace(self, function=function or compiler(self.function))
@@ -240,7 +242,7 @@ class _ProgramEmitter:
         )
 
     def _choose_recompute_function(self) -> Callable[..., Any]:
-        """Return the function that runs segments with recomputation.
+        """Return the function that runs recomputed segments.
 
         On one device, random operators draw from PyTorch's generator, whose state the function must
         restore if a recomputed operator is random; on several devices each draw has its own seed.
@@ -253,7 +255,8 @@ class _ProgramEmitter:
     # Values
 
     def _emit_argument_read(self, value: Value) -> str:
-        """Return the variable of `value` in its initial layout; emit reads of program arguments."""
+        """Return the variable of `value` in its initial layout; the first call emits the read of an
+        argument of the program."""
         if value not in self.variables:
             name = self.variables[value] = self.source.name(value.name)
             is_cast = value.dtype != value.stored_dtype
@@ -282,7 +285,7 @@ class _ProgramEmitter:
         return self.variables[value]
 
     def _emit_route(self, value: Value, route: Sequence[Transfer]) -> str:
-        """Emit the transfers of `route`, and return the variable of `value` after the last one."""
+        """Emit the redistribution of `value` by `route`, and return the variable of the result."""
         name = self.buckets.member(value, route)
         if name is None:
             name = self._emit_argument_read(value)
@@ -292,8 +295,8 @@ class _ProgramEmitter:
         return self.transfers.convert(name, route)
 
     def _find_pending_loss_transfer(self) -> Transfer | None:
-        """Return the all-reduce of the loss that the program starts but does not finish; None if
-        every transfer is finished."""
+        """Return the all-reduce of the loss if the program starts it without finishing it; else
+        None."""
         loss = self.graph.loss
         # An operator that reads the loss would wait for the all-reduce anyway.
         if not self.pending_loss or loss is None or self.graph.consumers[loss]:
@@ -307,11 +310,13 @@ class _ProgramEmitter:
     # Operators
 
     def _emit_early_starts(self) -> set[Op]:
-        """Emit, at the top of the program, the start of collectives that depend only on inputs,
-        such as the sum of the number of valid targets, so that they overlap computation.
+        """Emit, at the top of the program, the start of collectives that depend on inputs only.
+
+        An example is the sum of the number of valid targets. The collectives then overlap
+        computation.
 
         Returns:
-            The operators that compute the tensors to communicate; these are emitted first.
+            The operators that compute the communicated tensors; they are emitted first.
         """
         emitted_early: set[Op] = set()
         for op in self.graph.ops:
@@ -408,7 +413,8 @@ class _ProgramEmitter:
         return args, kwargs
 
     def _name_local_function(self, op: Op, rule: ShardingRule | None) -> str:
-        """Return the name of the function that computes `op` on local tensors."""
+        """Return the name, in generated source, of the function that computes `op` on local
+        tensors."""
         function = self.kernels.of(op)
         # `start` is at the top of the program, in `_emit_early_starts`.
         if op in self.started_kernels:

@@ -14,13 +14,13 @@ from shardwright.core.lower.emit import Line, Source, write_body
 Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 REGION = "region"
-"""Name, in generated source, of the function of a repeated block."""
+"""Identifier, in generated source, of the function of a repeated block."""
 
 # Identifiers that are not attributes, not quoted and not keywords of arguments; the last `\b`
 # prevents a match of a part of one.
 _VARIABLE = re.compile(r"(?<![\w.'])[A-Za-z_]\w*(?!=)\b")
 _READS_PARAMETERS = re.compile(r"(parameters|buffers|inputs)\[|(enter|start|reuse|finish)_\d+\(")
-"""Pattern of expressions that read or gather parameters, buffers and inputs."""
+"""Pattern of expressions that read or gather parameters, buffers or inputs."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,7 @@ class Regions:
 
 
 def find_regions(lines: Sequence[Line], outputs: Collection[str]) -> Regions | None:
-    """Replace the longest sequence of repeated blocks by calls of one function; return None if no
-    blocks repeat.
+    """Replace the longest run of repeated blocks by calls of one function; return None without one.
 
     Lines that read or gather parameters differ between blocks, and are moved before their block.
 
@@ -98,7 +97,7 @@ def compile_regions(
     Args:
         source: source of the program, with the objects that its lines refer to.
         lines: lines of the program.
-        header_and_result: header of the program, and the expression that it returns.
+        header_and_result: first line of the program, and the expression that it returns.
         compiler: compiles the function of the repeated blocks.
     """
     header, returns = header_and_result
@@ -127,8 +126,9 @@ def _find_region_arguments(block: Sequence[Line]) -> tuple[str, ...]:
 
 
 def _find_longest_run(lines: Sequence[Line]) -> tuple[int, int, int] | None:
-    """Find the longest run of repeated blocks, ignoring variable names; ties go to the shortest
-    block.
+    """Find the longest run of equal blocks, whatever the variable names.
+
+    Of runs with equally many lines, the one with the shortest blocks wins.
 
     Returns:
         (lines per block, first line, number of lines of the run), or None if no blocks repeat.
@@ -180,7 +180,8 @@ def _iterate_divisions_into_blocks(
 def _find_returned_variables(
     lines: Sequence[Line], blocks: tuple[int, int, int], outputs: Collection[str]
 ) -> list[tuple[int, int]]:
-    """Return (line in the block, index in the line) of each variable read after its block."""
+    """Return the variables of a block that are read after it, as (line in the block, index among
+    the variables that the line assigns)."""
     length, first, count = blocks
     positions: dict[tuple[int, int], None] = {}
     read_by: dict[str, list[int]] = {}
@@ -201,13 +202,12 @@ def _find_variables(line: Line) -> Iterator[str]:
 
 
 def _mask_variable_names(line: Line) -> str:
-    """Return the source of a line, with all variables replaced by `_`."""
+    """Return the source of a line with `_` for each variable, to compare lines."""
     return _rename_variables(line, dict.fromkeys(_find_variables(line), "_"))
 
 
 def _number_variables(block: Sequence[Line]) -> list[str]:
-    """Return the source of each line of a block, with variables numbered in order of first
-    appearance."""
+    """Return the source of a block's lines, with variables numbered by first appearance."""
     names = dict.fromkeys(chain(*map(_find_variables, block)))
     numbered = {name: f"v{number}" for number, name in enumerate(names)}
     return [_rename_variables(line, numbered) for line in block]
