@@ -22,10 +22,10 @@ def records_of(tensors: Iterable[Tensor]) -> list[Record]:
 
 
 def init_record_lines(tensors: Iterable[Tensor]) -> Iterator[str]:
-    """Yield one line per operation recorded for deferred tensors among `tensors`, for a comparison
-    between ranks.
+    """Yield one line per operation that initializes deferred tensors among `tensors`.
 
-    Generator states are left out: ranks may have different seeds, and use rank 0's states.
+    Ranks compare these lines. The lines omit generator states: ranks may have different seeds, and
+    use rank 0's states.
     """
     for record in records_of(tensors):
         for number, operation in enumerate(record.operations):
@@ -39,8 +39,8 @@ def share_generator_states(
 ) -> None:
     """Replace the generator states from which the random draws of deferred tensors start.
 
-    If `share` changes a state, a replay does not advance this rank's generators, as the draws then
-    belong to the random stream of another rank.
+    If `share` changes a state, the draws belong to the random stream of another rank. A replay then
+    does not advance this rank's generators.
 
     Args:
         tensors: deferred tensors; ordinary tensors among them are ignored.

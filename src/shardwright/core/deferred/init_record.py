@@ -1,9 +1,10 @@
 """The record of the operations that initialize deferred tensors.
 
 Tensors are views of storages. An operation reads, updates, overwrites or creates storages; an
-operation that only creates a view needs no record. An operation that draws random numbers also
-advances the state of a generator, which is a dependency too: a draw starts where an earlier draw
-ended, or at a state that the user has set.
+operation that only creates a view needs no record.
+
+A random draw also depends on the state of a generator, which it advances: the draw starts where an
+earlier draw ended, or at a state that the user has set.
 """
 
 from __future__ import annotations
@@ -28,8 +29,11 @@ from shardwright.core.torch_internals.tensors import (
 from shardwright.errors import DeferredError
 
 COPY_LIMIT = 1 << 20
-"""Maximum size in bytes at which an ordinary tensor that an operation reads is copied, so that the
-user may modify the tensor afterwards. The replay checks that larger tensors are unmodified."""
+"""Maximum size in bytes of an ordinary tensor that is copied when an operation reads it.
+
+The user may modify a copied tensor afterwards. The replay checks that larger tensors are
+unmodified.
+"""
 
 
 @dataclass(frozen=True)
@@ -134,7 +138,7 @@ class Record:
     _draws_by_state: dict[torch.Generator, dict[bytes, int]] = field(default_factory=dict)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Record:
-        """Return this record: a deep copy of a deferred tensor shares the original's record."""
+        """Return this record, which a deferred tensor and its deep copies share."""
         return self
 
     def storage_view(self, tensor: Tensor) -> StorageView:
@@ -236,7 +240,7 @@ class Record:
         states[_hash_generator_state(generator.get_state())] = draw
 
     def forget_generator_states(self) -> None:
-        """Forget the generator states after draws, so that a replay does not advance generators."""
+        """Forget the generator states after draws; a replay then does not advance generators."""
         # The keys stay, as a replay restores the states of these generators at its end.
         self._draws_by_state = {generator: {} for generator in self._draws_by_state}
 
@@ -322,8 +326,7 @@ def on_meta(tensor: Tensor) -> bool:
 
 
 def _covers_full_storage(tensor: Tensor) -> bool:
-    """Whether a tensor covers its storage, so that a write to the tensor overwrites all
-    elements."""
+    """Whether a write to `tensor` overwrites its complete storage."""
     # A contiguous view may still be smaller than its storage.
     return tensor.is_contiguous() and tensor.nbytes == tensor.untyped_storage().nbytes()
 
@@ -333,7 +336,7 @@ def _hash_generator_state(state: Tensor) -> bytes:
 
 
 def check_unchanged(data: TensorVersion) -> Tensor:
-    """Return a recorded tensor, after checking that it has not been modified since it was recorded.
+    """Return the tensor of `data`, unmodified since it was recorded.
 
     Raises:
         DeferredError: if the tensor was modified in place.

@@ -53,10 +53,10 @@ def deferred_attributes(module: nn.Module) -> Iterator[Deferred]:
 
 
 def copies_of_attributes(module: nn.Module) -> dict[int, Tensor]:
-    """Return a memo for `copy.deepcopy` that shares tensors in plain attributes of modules.
+    """Return a `copy.deepcopy` memo with the tensors in plain attributes of modules.
 
-    Ordinary tensors are detached, as `deepcopy` rejects tensors that are not leaves. Deferred
-    tensors are replaced by their values.
+    Ordinary tensors are shared by detached tensors, as `deepcopy` rejects tensors that are not
+    leaves. Deferred tensors are replaced by their values.
     """
     return {
         id(tensor): value_of(tensor) if isinstance(tensor, Deferred) else tensor.detach()

@@ -49,7 +49,7 @@ def replay(
 
 
 def advance_generators(record: Record) -> None:
-    """Advance the record's generators to their states in a run without deferred initialization.
+    """Advance the record's generators as ordinary construction of the model would.
 
     Generators that have been used or seeded since the last recorded draw are unchanged.
     """
@@ -68,11 +68,11 @@ def advance_generators(record: Record) -> None:
 
 @dataclass(frozen=True)
 class ReplaySchedule:
-    """Schedule of a replay: the recorded operations that compute requested tensors, in order.
+    """The recorded operations that compute requested tensors, in order.
 
     Args:
-        steps: (index in the record, requested storages that are complete after the operation,
-            storages that can be freed after it) of each operation, in order.
+        steps: for each operation, (its index in the record, requested storages that it completes,
+            storages that can be freed after it).
         missing: storages that are read or requested but never initialized.
     """
 
@@ -143,7 +143,7 @@ def _run_scheduled_operations(
     storages: dict[int, torch.UntypedStorage] = {}
     results = {}
     # A replay may run in the middle of a training step: it must not move the caller's generators.
-    with _replay_context(record):
+    with _isolate_replay(record):
         for number, finished_here, freeable in schedule.steps:
             _run_recorded_operation(record, number, storages)
             # Storages are numbered in the order of their creation, so results follow the order of
@@ -212,9 +212,11 @@ def _get_result_storage(
 
 
 @contextmanager
-def _replay_context(record: Record) -> Iterator[None]:
-    """Context that disables the caller's dispatch and function modes and gradients, and at its end
-    restores the record's generators and the default dtype."""
+def _isolate_replay(record: Record) -> Iterator[None]:
+    """Within the context, disable the caller's modes and gradients for a replay.
+
+    At the end, the generators of the record and the default dtype are restored.
+    """
     # A replay leaves no trace in the caller's random stream; `advance_generators` moves it on
     # purpose.
     states = [(generator, generator.get_state()) for generator in record.generators()]

@@ -33,7 +33,7 @@ from shardwright.errors import DeferredError
 aten = torch.ops.aten
 
 RECORDS_OPERATORS = "records_in_its_place"
-"""Name of the attribute of tensor classes that record operators instead of `Deferred`.
+"""Attribute of tensor classes whose operators are recorded by themselves, not by `Deferred`.
 
 An example is `UninitializedShard`.
 """
@@ -124,7 +124,7 @@ def recording(record: Record) -> Iterator[None]:
 def deferred_like(tensor: Tensor, record: Record) -> Deferred:
     """Return an uninitialized deferred tensor of `record` with the shape and dtype of `tensor`."""
     empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-    return _make_deferred(empty, record)
+    return _convert_to_deferred(empty, record)
 
 
 def is_initialized(tensor: Deferred) -> bool:
@@ -170,7 +170,7 @@ class _DeviceQueryMode(TorchFunctionMode):
         elif function == data_setter:
             target, value = args
             if isinstance(target, Deferred) and not isinstance(value, Deferred):
-                args = target, _record_call(self.record, aten.clone.default, (value,), {})
+                args = target, _record_call_on_meta(self.record, aten.clone.default, (value,), {})
         return function(*args, **kwargs)
 
 
@@ -199,7 +199,7 @@ def _record_or_run(
         elif targets or _returns_tensors(function):
             _refuse_computation_with_deferred(record, function, tensors, targets)
             try:
-                return _record_call(record, function, args, kwargs)
+                return _record_call_on_meta(record, function, args, kwargs)
             except NotImplementedError as error:
                 # The shape of the result depends on values, or the operator has no meta kernel.
                 _refuse_missing_meta_kernel(function, targets, error)
@@ -209,7 +209,7 @@ def _record_or_run(
         return function(*args, **kwargs)
 
 
-def _record_call(
+def _record_call_on_meta(
     record: Record, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Call an operator on the meta device and record it."""
@@ -229,7 +229,9 @@ def _record_call(
     def result_or_original(result: Tensor) -> Tensor:
         return (
             # In-place and `out=` operators return an argument: return the caller's object for it.
-            original_of[id(result)] if id(result) in original_of else _make_deferred(result, record)
+            original_of[id(result)]
+            if id(result) in original_of
+            else _convert_to_deferred(result, record)
         )
 
     with without_torch_dispatch():
@@ -242,7 +244,7 @@ def _record_call(
         return pytree.tree_map_only(Tensor, result_or_original, results)
 
 
-def _make_deferred(tensor: Tensor, record: Record) -> Deferred:
+def _convert_to_deferred(tensor: Tensor, record: Record) -> Deferred:
     """Return a meta tensor as a deferred tensor of `record`."""
     deferred = as_subclass(Deferred, tensor)
     deferred._record = record
@@ -250,7 +252,7 @@ def _make_deferred(tensor: Tensor, record: Record) -> Deferred:
 
 
 def value_of(tensor: Tensor) -> Tensor:
-    """Return a new tensor with the values of `tensor` if it is deferred, else `tensor` itself.
+    """Return the values of a deferred tensor as a new tensor; return other tensors unchanged.
 
     Random generators are not advanced.
     """
@@ -307,8 +309,10 @@ def _make_meta_device_keywords(function: Any, kwargs: dict[str, Any]) -> dict[st
 
 
 def _would_run_on_cpu(tensors: Iterable[Tensor], kwargs: dict[str, Any]) -> bool:
-    """Whether an operator call would run on the CPU outside the deferred-initialization context;
-    meta tensors count as CPU."""
+    """Whether an operator call would run on the CPU outside of `no_init_parameters`.
+
+    Meta tensors count as CPU tensors.
+    """
     # `device=None` in an operator's call means the CPU.
     device = kwargs.get("device") or torch.device("cpu")
     return all(t.device.type in ("cpu", "meta") for t in tensors) and device.type in ("cpu", "meta")
@@ -346,8 +350,7 @@ def _refuse_missing_meta_kernel(
 def _refuse_computation_with_deferred(
     record: Record, function: Any, tensors: list[Tensor], targets: list[Tensor]
 ) -> None:
-    """Reject operator calls that compute with deferred tensors after `no_init_parameters` has
-    ended.
+    """Reject operator calls that compute with uninitialized tensors after `no_init_parameters`.
 
     Copies and casts of deferred tensors, and writes to them, are allowed.
 
