@@ -1,5 +1,4 @@
-"""Collectives of Python values, and functions that check that all ranks have the same model and
-tensors."""
+"""Collectives of Python values, and checks that models and tensors are equal on all ranks."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 WORD = 8
-"""Bytes per int64 word. Hashes process tensors word by word."""
+"""Bytes per int64 word; tensors are hashed word by word."""
 
 COLUMNS = 4096
 """Words per row of the matrix into which `content_hash` reshapes a tensor."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 CONTEXTS = (8, 4, 2, 1)
-"""Lengths of the sequences of collective calls that predict the next call; the longest sequence
-that the history contains decides."""
+"""Lengths of the call sequences that predict the next call, the longest first.
+
+The longest sequence that has occurred before decides.
+"""
 
 MAX_CONTEXTS = 4096
-"""Maximum number of sequences of collective calls in the history; a larger history is cleared."""
+"""Maximum number of call sequences in the history, which is cleared if it grows larger."""
 
 
 class ExpectedCalls:
@@ -54,8 +56,10 @@ class ExpectedCalls:
         return call_name == expected
 
     def undo(self) -> None:
-        """Remove the last collective call, which raised an error on this rank before it
-        communicated, from the history."""
+        """Remove the latest collective call from the history.
+
+        The call raised an error on this rank before it communicated.
+        """
         self._last = self._before
         for context, previous in self._replaced.items():
             if previous is None:

@@ -55,15 +55,17 @@ class RankState:
         return RankState(**{**fields, "calls": tuple(fields["calls"])})
 
     def call(self, number: int) -> str | None:
-        """Return the rank's collective call with index `number`, counted from 1; None if the call
-        has not begun, or if it is older than `calls`."""
+        """Return collective call `number` of the rank, counted from 1.
+
+        Returns None if the call has not begun, or is older than `calls`.
+        """
         # `calls` ends with call number `count`.
         position = len(self.calls) - 1 - (self.count - number)
         return self.calls[position] if 0 <= position < len(self.calls) else None
 
     @property
     def call_with_line(self) -> str:
-        """The collective call that has not returned, with its line; empty outside of a call."""
+        """The current collective call with its line; empty outside of a call."""
         line = f" ({self.line})" if self.line else ""
         return f"{self.calls[-1]}{line}" if self.is_inside else ""
 
@@ -104,7 +106,7 @@ def difference_of_calls(states: Sequence[RankState]) -> str:
 def _format_first_difference(states: Sequence[RankState]) -> str:
     """Describe the first collective call in which the histories of ranks differ, as a clause.
 
-    For ranks whose current calls have equal names.
+    Called for ranks whose current calls have equal names.
     """
     for number in range(1, min(state.count for state in states) + 1):
         # Reversed, so that each call is mapped to its lowest rank.
@@ -164,8 +166,8 @@ def calls_of_two_threads(inside: RankState, name: str, thread: str, line: str) -
 
 
 def store_has_ended(waiting: RankState) -> str:
-    """Return the error message of a rank that waits in a collective call after the process of the
-    rendezvous store has exited."""
+    """Return the error message of a rank that waits in a call after the rendezvous store has
+    ended."""
     return (
         "rank 0, or the launcher that serves the store of the process group, has ended, but rank"
         f" {waiting.rank} waits {waiting}\nsee the log of rank 0 for its error"
@@ -173,7 +175,7 @@ def store_has_ended(waiting: RankState) -> str:
 
 
 def _pair_distinct_states(states: Sequence[RankState]) -> list[tuple[RankState, RankState]]:
-    """Return all pairs of distinct states; one rank stands for all ranks with an equal state."""
+    """Return all ordered pairs of distinct states; ranks with equal states count once."""
     keys = [(s.count, s.calls, s.is_inside, s.waits_in, s.is_retry) for s in states]
     different = list(dict(zip(keys, states, strict=True)).values())
     # Both (a, b) and (b, a), as two of the checks are not symmetric.

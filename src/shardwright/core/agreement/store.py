@@ -37,8 +37,10 @@ WARN_AFTER = 10.0
 """Seconds after which a rank warns that it waits for rank 0 to begin the same computation."""
 
 FAREWELL = 10.0
-"""Maximum seconds that rank 0 waits for other ranks to read its result, before it may exit and end
-the store."""
+"""Maximum seconds that rank 0 waits until other ranks have read its result.
+
+After that it may exit, which ends the store.
+"""
 
 PIECE = 4 * 2**20
 """Maximum bytes per entry of the store; `TCPStore` accepts at most 8 MiB."""
@@ -58,7 +60,7 @@ def check_same_facts(
             accelerator.
 
     Raises:
-        ConfigError: on all ranks, with the first setting that differs.
+        ConfigError: on all ranks, with the first difference.
         RuntimeError: if a rank does not call this function within the store's timeout.
     """
     store.set(f"rank {rank}", json.dumps([socket.gethostname(), facts, unique_value]))
@@ -138,13 +140,13 @@ def on_rank_0(
 
 
 def count_until(store: Store, key: str, step: int, is_reached: Callable[[int], bool]) -> None:
-    """Add `step` to a counter in the store, and wait up to `FAREWELL` seconds until `is_reached`.
+    """Add `step` to a counter in the store, then wait up to `FAREWELL` seconds for a count.
 
     Args:
         store: the store.
         key: name of the counter.
         step: number to add.
-        is_reached: predicate on the current count.
+        is_reached: whether a count ends the wait.
     """
     count, deadline = store.add(key, step), time.monotonic() + FAREWELL
     while not is_reached(count) and time.monotonic() < deadline:
@@ -204,11 +206,13 @@ def _send_result(
     """Return the result of `make()`, and write the result or its error to the store."""
     try:
         result = make()
-        _send_answer(store, {"result": write(result)})
+        _write_answer_to_store(store, {"result": write(result)})
     # Also interrupts and exits of rank 0, for which the other ranks would wait `PATIENCE` seconds.
     except BaseException as error:
         fields = {k: v for k, v in vars(error).items() if isinstance(v, (int, str))}
-        _send_answer(store, {"kind": type(error).__name__, "message": str(error), "fields": fields})
+        _write_answer_to_store(
+            store, {"kind": type(error).__name__, "message": str(error), "fields": fields}
+        )
         raise
     return result
 
@@ -229,7 +233,7 @@ def _receive_result_or_raise(store: Store) -> str:
     raise error
 
 
-def _send_answer(store: Store, answer: Mapping[str, Any]) -> None:
+def _write_answer_to_store(store: Store, answer: Mapping[str, Any]) -> None:
     content = zlib.compress(json.dumps(answer).encode())
     pieces = [content[start : start + PIECE] for start in range(0, len(content), PIECE)]
     for number, piece in enumerate(pieces):
@@ -239,8 +243,7 @@ def _send_answer(store: Store, answer: Mapping[str, Any]) -> None:
 
 
 def _describe_setting_difference(ranks: Sequence[tuple[str, Mapping[str, Any], str | None]]) -> str:
-    """Return an error message about the first setting that differs from rank 0's; empty if all are
-    equal.
+    """Return an error message about the first setting that differs from rank 0's, or "".
 
     Args:
         ranks: (host name, settings by name, unique value or None) of each rank.
@@ -259,12 +262,10 @@ def _describe_setting_difference(ranks: Sequence[tuple[str, Mapping[str, Any], s
 
 
 def _describe_shared_device(ranks: Sequence[tuple[str, Mapping[str, Any], str | None]]) -> str:
-    """Return an error message about the first accelerator that two ranks use; empty if each rank
-    has its own.
+    """Return an error message about the first accelerator that two ranks share, or "".
 
     Args:
-        ranks: (host name, settings by name, unique value or None) of each rank; the unique value
-            names the accelerator.
+        ranks: (host name, settings by name, name of the accelerator or None) of each rank.
     """
     # From (host, device) to the first rank that uses the device.
     users: dict[tuple[str, str], int] = {}
