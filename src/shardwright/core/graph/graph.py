@@ -60,8 +60,8 @@ class Value:
 
     @property
     def differentiable(self) -> bool:
-        """Whether programs compute a gradient of the value: some output may have a gradient by
-        it."""
+        """Whether programs compute the gradient of the value, for the loss or for any other
+        output."""
         return self.requires_grad or self.requires_other_grad
 
     @property

@@ -218,15 +218,15 @@ class LocalCall:
     Args:
         name: path of the module, or name of the function.
         declaration: the user's declaration of the tensors of the call.
-        body: the code, for tensors with data.
-        sample: a copy of the code for meta and fake tensors; None if the code can run only on
-            tensors with data.
+        body: the user's function or module, for tensors with data.
+        sample: a copy of `body` for meta and fake tensors; None if it runs only on tensors with
+            data.
         structure: pytree structure of the arguments of the call.
         constants: (index, value) of each leaf of the arguments that is not a tensor.
         results: global shape and dtype of each result, then of each changed buffer.
         changed: indices of the changed buffers among the parameters and buffers.
         autocast: dtype of the autocast region around the call; None outside of autocast regions.
-        random: whether the code draws random numbers.
+        random: whether the call draws random numbers.
         flops: floating-point operations of a forward pass of the full batch, declared by the user;
             None to count them on `sample`.
         saved_bytes: bytes saved for the backward pass of the full batch, declared by the user; None
@@ -295,7 +295,7 @@ class LocalCall:
         return output >= len(partial) or partial[output] == "mean"
 
     def __call__(self, *tensors: Tensor) -> Any:
-        """Run the code on local shards.
+        """Run the user's function or module on local shards.
 
         Args:
             tensors: local shards of the tensor arguments, then the parameters and buffers.
@@ -310,7 +310,8 @@ class LocalCall:
         return results[0] if len(results) == 1 else results
 
     def run(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Run the code on local shards, and return a tuple of results even for a single tensor."""
+        """Run the user's function or module on local shards; return a tuple even for a single
+        result."""
         # First, so that the checks below apply to the tensors of each rank.
         if any(tensors_by_rank(tensor) is not None for tensor in tensors):
             return on_each_rank(self.run, tensors)
@@ -353,13 +354,13 @@ class LocalCall:
         return self._require_declared_results([*results, *buffers], tensors)
 
     def _check_result_container(self, result: Any, count: int) -> None:
-        """Check the type of the return value of code that capture could not run.
+        """Check the type of the return value of a function that capture could not run.
 
-        Capture assumes that code that needs tensors with data returns a tensor or a tuple of
+        Capture assumes that a function that needs tensors with data returns a tensor or a tuple of
         `count` tensors.
 
         Raises:
-            CaptureError: if the code returns another container.
+            CaptureError: if the function returns another container.
         """
         is_full_model = isinstance(self.body, ModuleBody) and not self.body.path
         if isinstance(result, (tuple, list)):
@@ -369,8 +370,8 @@ class LocalCall:
         if not is_assumed:
             expected = "a tensor" if count == 1 else f"a tuple of {count} tensors"
             raise CaptureError(
-                f"local_map {self._title} returns {_format_container(result)}, but capture, which "
-                f"could not run its code, assumed {expected}\n"
+                f"local_map {self._title} returns {_format_container(result)}, but capture assumed"
+                f" {expected}, as it could not run the code\n"
                 f"return {expected} from the `local_map`"
             )
 

@@ -305,14 +305,13 @@ def _find_candidate_moves(problem: Problem, state: State) -> list[tuple[int, Mov
 
 
 def _reaches_target_prefix(problem: Problem, move: Move) -> bool:
-    """Whether a move's dimension is sharded by leading axes of the target's after the move."""
+    """Whether the axes that shard `move.dim` after the move are the target's first axes there."""
     axes = move.axes_by_dim[move.dim]
     return axes == problem.target[move.dim][: len(axes)]
 
 
 def _count_settled_axes(axes_by_dim: AxesByDim, target: AxesByDim) -> tuple[int, ...]:
-    """Return, for each dimension, how many of the target's axes already shard it, from the first
-    on."""
+    """Return the number of leading axes of each dimension that are already as in the target."""
     return tuple(map(common_length, axes_by_dim, target))
 
 

@@ -238,8 +238,8 @@ class BatchGuard:
         return hashes
 
     def _make_row_table(self, signature: Hashable, leaves: Sequence[Any]) -> Tensor:
-        """Return a table (`CallComparison.rows`) with this rank's signature and batch size,
-        otherwise 0."""
+        """Return a table of zeros (`CallComparison.rows`), with this rank's signature and batch
+        size."""
         columns = 2 + len(self._inputs) + NUM_COLUMNS
         table = torch.zeros(dist.get_world_size(), columns, dtype=torch.int64)
         # Addresses of objects in a `repr` differ between processes.

@@ -86,9 +86,9 @@ class GradientGuard:
         # none.
         if bool(table.isfinite().all()) and bool(is_different.any()):
             with delay_data_errors():
-                raise self._make_error(int(is_different.nonzero()[0]), name)
+                raise self._make_gradient_difference_error(int(is_different.nonzero()[0]), name)
 
-    def _make_error(self, rank: int, name: str) -> DataError:
+    def _make_gradient_difference_error(self, rank: int, name: str) -> DataError:
         if self._has_local_batches:
             return DataError(
                 f"rank {rank} and rank 0 train {name} with different losses, but this output"

@@ -79,7 +79,7 @@ Operators combine these tensors with DTensors.
 
 
 def compute_unsupported_operators() -> None:
-    """Extend DTensor by unsupported operators, or by errors that say why they cannot run.
+    """Make DTensor run further operators, and explain in errors why others cannot run.
 
     The change applies to all DTensors of this process.
     """
@@ -328,7 +328,7 @@ def _refuse_fully_shard(parameter: Tensor) -> None:
 
 
 def _describe_step() -> str:
-    """Return ` in `, with the name of the running optimizer step, for errors; "" outside of
+    """Describe the running optimizer step for errors, as in ` in `Adam.step``; "" outside of
     steps."""
     optimizer = optimizer_among_callers()
     return f" in `{type(optimizer).__name__}.step`" if optimizer is not None else ""

@@ -23,7 +23,7 @@ from shardwright.errors import CaptureError, PlanError
 
 @dataclass(frozen=True)
 class CallLeaves:
-    """Conversion of the leaves of calls to inputs of programs on this rank.
+    """Converts the leaves of a call's arguments to inputs of programs on this rank.
 
     Args:
         partitioned: the planned model; determines which inputs ranks pass as local batches.

@@ -62,7 +62,7 @@ class StepCall(NamedTuple):
 
 
 class Execution(ModelCalls):
-    """Executor of the calls and training steps of a planned model; see `ModelCalls`."""
+    """Runs the calls and training steps of a planned model; see `ModelCalls`."""
 
     def train_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """Run forward and backward over all micro-batches, and accumulate gradients.

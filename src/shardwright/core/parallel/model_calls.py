@@ -145,12 +145,12 @@ class ModelCalls(Recapture):
         Raises:
             PlanError: if called under a `torch.func` transform, or in a backward pass although the
                 model draws random numbers.
-            CaptureError: if the model cannot be captured in this specialization.
+            CaptureError: if the model cannot be captured for this call.
         """
         return self.call(args, kwargs)[0]
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Graph, list[Any]]:
-        """Run a call of the model.
+        """Run a call of the model, and return what the caller needs besides its result.
 
         Returns:
             (the model's result, the graph that ran, the outputs of the graph).
@@ -158,7 +158,7 @@ class ModelCalls(Recapture):
         Raises:
             PlanError: if called under a `torch.func` transform, or in a backward pass although the
                 model draws random numbers.
-            CaptureError: if the model cannot be captured in this specialization.
+            CaptureError: if the model cannot be captured for this call.
         """
         is_distributed = self.devices.matrix.num_devices > 1
         # One device runs the operators of the model alone, to which all transforms apply.

@@ -63,7 +63,8 @@ class OutputTensor(DTensor):
     watch: Callable[[Tensor], None] | None = None
 
     def full_tensor(self, **options: Any) -> Tensor:
-        """Gather the full tensor on all ranks."""
+        """Gather the full tensor on all ranks, with a check that ranks pass equal gradients for
+        it."""
         full = super().full_tensor(**options)
         if self.watch is not None:
             self.watch(full)

@@ -33,8 +33,7 @@ from shardwright.errors import CaptureError, PlanError, ShardwrightError
 log = logging.getLogger(__name__)
 
 MAX_PROGRAMS = 8
-"""Maximum number of programs, for different Python states, per specialization; the limit of
-`torch.compile`."""
+"""Maximum number of programs for calls that differ in Python state only, as of `torch.compile`."""
 
 ProgramResults = tuple[Sequence[Any], Mapping[str, Tensor]]
 """(Outputs of the graph, buffers of the model by name)."""
@@ -84,9 +83,9 @@ class PythonCalls:
         """Return the key of the program whose guards hold for `call`, or the key for a new program.
 
         Args:
-            programs: programs by key: `specialization`, followed by 1, 2, ... for further Python
-                states.
-            specialization: the part of the key that does not depend on guards.
+            programs: programs by key: `specialization`, then 1, 2, ... for further Python states.
+            specialization: the part of the key that does not depend on Python state, such as
+                shapes.
             call: arguments of the call.
 
         Raises:

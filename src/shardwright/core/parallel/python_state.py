@@ -172,7 +172,7 @@ class PythonState:
             self._refuse_replaced_forwards()
         # The number of all hooks registered in the process: as long as it is equal, no hook is new.
         if num_registered_hooks() != self._registered:
-            self._check_hooks()
+            self._check_no_uncallable_hooks_added()
             self._record_python_state()
         elif not self._is_state_unchanged():
             self._record_python_state()
@@ -352,7 +352,7 @@ class PythonState:
             if path
         }
 
-    def _check_hooks(self) -> None:
+    def _check_no_uncallable_hooks_added(self) -> None:
         """Check that no backward hook was registered on a submodule after planning, and no hook for
         all modules.
 

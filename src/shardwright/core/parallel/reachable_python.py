@@ -72,7 +72,7 @@ class ReachablePython:
 
         Args:
             specialization: key of the call without Python state: equal for calls that differ only
-                in the state.
+                in this state.
             graph: the graph captured in the current state.
         """
         # Popped and inserted anew: the order of the dict is that of the last use.

@@ -162,7 +162,8 @@ class Recapture:
         micro_batches: int = 1,
         batch_dims: SampleDims = (),
     ) -> Partitioned:
-        """Capture the model for the current specialization, and adapt the plan's decisions.
+        """Capture the model for a call that differs from the planned call, with the plan's
+        decisions.
 
         Args:
             args, kwargs: arguments of the call, for one micro-batch.
@@ -171,7 +172,7 @@ class Recapture:
 
         Raises:
             PlanError: if a tensor has another dtype than planned.
-            CaptureError: if the model cannot be captured in this specialization.
+            CaptureError: if the model cannot be captured for this call.
             MixedSamplesError: if the loss of the batch is neither a sum nor a mean over its
                 micro-batches.
         """
@@ -259,8 +260,8 @@ class Recapture:
         """Whether later captures are made without guards.
 
         With several stages, a capture with guards may give operators other names than those that
-        the plan assigns to stages. With summed losses, each micro-batch is a separate call, so that
-        Python code would run several times per batch.
+        the plan assigns to stages. With summed losses, each micro-batch is a separate call, and
+        would run captured Python code again.
         """
         pipeline = self.partitioned.pipeline
         return pipeline.stages > 1 or pipeline.sums_micro_batches
@@ -271,8 +272,7 @@ class Recapture:
         return False
 
     def _capture_with_added_hooks(self, call: CapturedCall) -> Graph:
-        """Capture the model with the forward hooks that were registered after planning, and with
-        guards on all Python state, including these hooks.
+        """Capture the model with guards, including forward hooks registered after planning.
 
         Raises:
             PlanError: if the model has several stages, or programs contain hooks of the model

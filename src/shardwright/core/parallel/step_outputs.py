@@ -25,7 +25,7 @@ from shardwright.errors import PlanError
 
 @dataclass(frozen=True)
 class StepOutputs:
-    """Assembly of the outputs of a step.
+    """Assembles the outputs of a step from the local outputs of its micro-batches.
 
     Args:
         partitioned: the partitioned model, with the number of micro-batches of the step.

@@ -34,7 +34,7 @@ def batch_reduction(graph: Graph) -> WholeBatch:
 
 
 class GlobalBatchValues:
-    """Computation of values of the global batch, on each rank whose micro-batches read them.
+    """Computes, by a step's prologue, the values of the global batch that micro-batches read.
 
     Args:
         partitioned: the model with all its stages, for one micro-batch.
@@ -192,7 +192,7 @@ def count_local_batches(partitioned: Partitioned) -> int:
 
 
 def prologue_axes(partitioned: Partitioned) -> tuple[tuple[int, ...], ...]:
-    """Return the sets of mesh axes over which inputs of a step's prologue are gathered."""
+    """Return the sets of mesh axes over which sharded inputs of the prologue are all-gathered."""
     axes = (
         of_dim for cut, _ in _find_sharded_prologue_inputs(partitioned) for of_dim in cut if of_dim
     )

@@ -152,8 +152,7 @@ class _AttentionRing:
         index: index i of this device in the ring; it swaps rows with device `devices` - 1 - i.
         num_splits: number of shards of a device's queries along factor `s`.
         split_index: index of this shard along factor `s`.
-        swapped: numbers of the last queries and of the last keys that come from the device with
-            which rows are swapped.
+        swapped: (number of last queries, number of last keys) that the other device swapped in.
         causal: whether a query attends only to keys up to its own position.
         key_size: number of features of a key; in a tensor of key-value pairs the features of the
             value follow.

@@ -56,7 +56,7 @@ MIRROR, PREVIOUS, NEXT, RING, GATHER = "mirror", "previous", "next", "ring", "ga
 
 @dataclass(frozen=True)
 class Reduction:
-    """A collective inside a kernel: an all-reduce, as of batch statistics, or an exchange.
+    """A collective inside a kernel.
 
     Args:
         factors: the factors whose mesh axes span the process group.
@@ -70,10 +70,11 @@ class Reduction:
               each tensor has visited all devices; the backward pass repeats them, for the tensors
               and their gradients.
         varying: whether the gradients of the result differ between devices, so that the backward
-            pass runs a collective: a reduce-scatter for an all-gather, otherwise the same one.
+            pass runs a collective: a reduce-scatter for an all-gather, otherwise the forward
+            collective.
         differentiable: whether the result has a gradient.
-        shape, dtype: shape and dtype of the tensor that one device contributes, or of the result
-            of an all-gather.
+        shape, dtype: shape and dtype of the tensor that one device contributes, or of the result of
+            an all-gather.
     """
 
     factors: tuple[str, ...]
