@@ -33,7 +33,7 @@ from shardwright.errors import DeferredError
 aten = torch.ops.aten
 
 RECORDS_OPERATORS = "records_in_its_place"
-"""Attribute of tensor classes whose operators are recorded by themselves, not by `Deferred`.
+"""Attribute of tensor classes that record operators in place of `Deferred`.
 
 An example is `UninitializedShard`.
 """

@@ -175,7 +175,7 @@ def route(problem: Problem) -> Path:
     upper bound.
     """
     path = _build_plain_route(problem, problem.start)
-    cost = _compute_total_cost(problem, problem.source, path)
+    cost = _sum_move_costs(problem, problem.source, path)
     # With one or two axes the plain route is a good enough upper bound for the exact search.
     if len(problem.sizes) > 2:
         cost, path = _search_heuristically(problem, cost, path)
@@ -210,7 +210,7 @@ def _search_heuristically(problem: Problem, best_cost: int, best_path: Path) -> 
                 continue
             next_path, next_cost = (*path, move), path_cost + cost
             remaining_path = _build_plain_route(problem, next_state)
-            total = next_cost + _compute_total_cost(problem, next_state.axes_by_dim, remaining_path)
+            total = next_cost + _sum_move_costs(problem, next_state.axes_by_dim, remaining_path)
             if total < best_cost:
                 best_cost, best_path = total, next_path + remaining_path
             heappush(queue, (total, len(next_path), next_path, next_cost, next_state))
@@ -462,7 +462,7 @@ def _build_plain_route(problem: Problem, state: State) -> Path:
     return tuple(moves)
 
 
-def _compute_total_cost(problem: Problem, axes_by_dim: AxesByDim, moves: Path) -> int:
+def _sum_move_costs(problem: Problem, axes_by_dim: AxesByDim, moves: Path) -> int:
     """Return the total cost of consecutive moves.
 
     Args:

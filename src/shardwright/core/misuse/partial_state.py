@@ -26,8 +26,8 @@ from shardwright.errors import PlanError
 
 SAVES_FROM_ALL_RANKS = "torch.distributed.checkpoint"
 SENDS_TO_RANKS = "torch.distributed.distributed_c10d"
-"""Module of collectives that pickle objects, such as `gather_object`: a rank can gather all stages
-by these."""
+"""Module of collectives that pickle objects, such as `gather_object`, by which a rank gathers all
+stages."""
 
 SHARD, STAGE = "shard of each tensor", "pipeline stage"
 

@@ -20,8 +20,8 @@ from shardwright.core.torch_internals.tensors import (
 from shardwright.errors import PlanError
 
 FIRST_CALLS, PARTS = 10, 8
-"""Numbers of periodic checks of parameter memory: `FIRST_CALLS` calls check all parameters, each
-later call one in `PARTS`.
+"""Schedule of the check of parameter memory: `FIRST_CALLS` calls check all parameters, each later
+call checks one in `PARTS`.
 
 The check is slow, and code that replaces `.data` usually does so in every step.
 """

@@ -113,7 +113,9 @@ def _build_sharded_classes_kernel(op: Op, local: LocalSharding) -> Callable[...,
     reduce_max, reduce_sum, *reduce_count = local.reduce
     probabilities, bind = _has_probability_targets(op), argument_binder(op)
     terms = (
-        _sum_local_classes_for_probabilities if probabilities else _sum_local_classes_for_indices
+        _sum_loss_terms_for_probability_targets
+        if probabilities
+        else _sum_loss_terms_for_index_targets
     )
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -148,7 +150,7 @@ def _build_sharded_classes_kernel(op: Op, local: LocalSharding) -> Callable[...,
     return run
 
 
-def _sum_local_classes_for_indices(
+def _sum_loss_terms_for_index_targets(
     scores: Tensor, arguments: Mapping[str, Any], first: Any, classes: int
 ) -> tuple[Tensor, ...]:
     """Sum the terms of the cross entropy over this device's classes, for class indices as targets.
@@ -185,7 +187,7 @@ def _sum_local_classes_for_indices(
     return product, total, target_weight
 
 
-def _sum_local_classes_for_probabilities(
+def _sum_loss_terms_for_probability_targets(
     scores: Tensor, arguments: Mapping[str, Any], first: Any, classes: int
 ) -> tuple[Tensor, ...]:
     """Sum the terms of the cross entropy over this device's classes, for targets that are class

@@ -125,9 +125,9 @@ class IndexedDims:
     ) -> Tensor:
         elsewhere: Tensor | None = None
         for dim, block in blocks.items():
-            index, is_elsewhere = block.localize(self._get_index_of_dim(arguments, dim))
+            index, is_elsewhere = block.localize(self._get_index_argument_of_dim(arguments, dim))
             # Any valid row, since the result is masked.
-            self._replace_index_of_dim(arguments, dim, index.masked_fill(is_elsewhere, 0))
+            self._replace_index_argument_of_dim(arguments, dim, index.masked_fill(is_elsewhere, 0))
             elsewhere = is_elsewhere if elsewhere is None else elsewhere | is_elsewhere
         assert elsewhere is not None
         # Broadcasting aligns on the right, so the dimensions behind those of the indices are added.
@@ -142,8 +142,8 @@ class IndexedDims:
         arguments: dict[str, Any],
     ) -> Tensor:
         ((dim, block),) = blocks.items()
-        index, _ = block.localize(self._get_index_of_dim(arguments, dim))
-        self._replace_index_of_dim(arguments, dim, index)
+        index, _ = block.localize(self._get_index_argument_of_dim(arguments, dim))
+        self._replace_index_argument_of_dim(arguments, dim, index)
         name = next(iter(arguments))
         x = arguments[name]
         # One more row, which indices of other devices write, and which is dropped. Its elements are
@@ -152,11 +152,13 @@ class IndexedDims:
         out: Tensor = target(**arguments)
         return out.narrow(dim, 0, block.size)
 
-    def _get_index_of_dim(self, arguments: Mapping[str, Any], dim: int) -> Tensor:
+    def _get_index_argument_of_dim(self, arguments: Mapping[str, Any], dim: int) -> Tensor:
         index: Tensor = arguments[self.argument][dim] if self.is_list else arguments[self.argument]
         return index
 
-    def _replace_index_of_dim(self, arguments: dict[str, Any], dim: int, index: Tensor) -> None:
+    def _replace_index_argument_of_dim(
+        self, arguments: dict[str, Any], dim: int, index: Tensor
+    ) -> None:
         if self.is_list:
             # A copy: the list belongs to the caller.
             indices = list(arguments[self.argument])
