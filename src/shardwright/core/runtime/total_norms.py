@@ -174,7 +174,7 @@ class TotalNorms:
         return list(groups.values())
 
     def trained(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        """Replace parameters of the original model by the planned parameters with their gradients.
+        """Replace parameters of the original model by planned parameters that have gradients.
 
         A list made before planning has parameters of the original model, which get no gradients.
         Parameters of other stages are omitted.

@@ -35,12 +35,11 @@ def is_group_call(operator: Any) -> bool:
 
 
 def before_data_parallel(module_class: Any, called: Callable[[Any], Iterable[str]]) -> None:
-    """Register a function to call before `DistributedDataParallel` wraps a module of a class.
+    """Call `called` before `DistributedDataParallel` wraps a module of class `module_class`.
 
     Args:
-        module_class: the class of modules.
-        called: function of the module that returns the names of parameters and buffers that DDP
-            ignores.
+        module_class: a subclass of `nn.Module`.
+        called: takes the module; returns the names of the parameters and buffers that DDP ignores.
     """
     # The attribute that is read first, before anything is communicated.
     module_class._ddp_params_and_buffers_to_ignore = property(called)
@@ -99,8 +98,11 @@ def group_timeout(group: dist.ProcessGroup) -> timedelta | None:
 
 
 def device_of_objects(group: dist.ProcessGroup | None) -> torch.device:
-    """Return the device for collectives of Python values, which PyTorch chooses by the backends of
-    `group`; None for all ranks."""
+    """Return the device on which PyTorch runs collectives of Python objects.
+
+    Args:
+        group: the process group; None for the default group.
+    """
     return torch.device(distributed_c10d._get_object_coll_device(group))
 
 
@@ -127,8 +129,12 @@ ROOTED_COLLECTIVES = (
 
 
 def has_all_ranks(group: Any) -> bool:
-    """Whether a group is the default process group, for which None stands, or another group of all
-    ranks; False for what stands for a group without this rank."""
+    """Whether `group` contains all ranks.
+
+    Args:
+        group: a process group; None for the default group, or another value for a group that does
+            not contain this rank.
+    """
     world = dist.group.WORLD
     if group is None or group is world:
         return True
@@ -156,10 +162,10 @@ def around_world_collectives(context: Callable[[str, bool], AbstractContextManag
         cell = next(cells, None)
         if cell is not None and not hasattr(cell.cell_contents, "counts_calls"):
             waits = name in WAITING_COLLECTIVES
-            cell.cell_contents = _call_in_context(cell.cell_contents, name, waits, context)
+            cell.cell_contents = _wrap_collective(cell.cell_contents, name, waits, context)
 
 
-def _call_in_context(
+def _wrap_collective(
     function: Callable[..., Any],
     name: str,
     waits: bool,

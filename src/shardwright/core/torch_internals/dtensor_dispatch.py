@@ -104,7 +104,7 @@ def run_unless_mixed(
                     _convert_gradients_to_full(leaf)
     # PyTorch would write the local shard of a result into an ordinary tensor of one element.
     written = written_arguments(operator)
-    if written and any(_iterate_written_flags(written, args, kwargs)):
+    if written and any(_iterate_ordinary_tensor_writes(written, args, kwargs)):
         return fallback(operator, args, kwargs, None)
     try:
         return operator(*args, **kwargs)
@@ -115,13 +115,13 @@ def run_unless_mixed(
         return fallback(operator, args, kwargs, mixed)
 
 
-def _iterate_written_flags(
+def _iterate_ordinary_tensor_writes(
     written: Sequence[tuple[int, str]], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Iterator[bool]:
-    """Yield True for each ordinary tensor among the arguments that an operator writes to.
+    """Yield True for each written argument of an operator that is an ordinary tensor.
 
     Args:
-        written: positions and names of the arguments that the operator writes to.
+        written: (position, name) of each argument that the operator writes to.
         args, kwargs: the operator's arguments.
     """
     for index, name in written:

@@ -336,7 +336,7 @@ class DynamoCapture:
                 # Not `isinstance`: booleans are integers, but never become inputs of the graph.
                 if entry.has_value and type(entry.value) in (int, float):
                     constants[entry.orig_guard.name] = entry.value
-            return [_is_needed_guard(entry, unguarded) for entry in entries]
+            return [_needs_guard(entry, unguarded) for entry in entries]
 
         with _with_capture_options(numbers):
             manager = captured.build_guards(
@@ -356,11 +356,11 @@ class _InputsReachedError(Exception):
     """Raised to stop captured bytecode before it runs the graph, when it has read all inputs."""
 
 
-def _is_needed_guard(entry: Any, unguarded: frozenset[int]) -> bool:
+def _needs_guard(entry: Any, unguarded: frozenset[int]) -> bool:
     """Whether to build the guard `entry`.
 
-    No guard is built for tensors with an `id()` in `unguarded`, nor of the types in
-    `_CHECKED_BY_CALLER`, since callers compare these themselves.
+    No guard is built for tensors with an `id()` in `unguarded`, or of a type in
+    `_CHECKED_BY_CALLER`: the caller of the captured graph compares these tensors.
     """
     if isinstance(entry.value, Tensor) and id(entry.value) in unguarded:
         return False

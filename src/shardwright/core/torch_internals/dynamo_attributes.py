@@ -21,13 +21,13 @@ from torch._dynamo.variables import UserDefinedClassVariable, UserDefinedObjectV
 def guarding_missing_attributes() -> Iterator[None]:
     """Context manager in which Dynamo guards on each missing attribute that a trace reads."""
     with (
-        _guard_missing_attributes(UserDefinedObjectVariable),
-        _guard_missing_attributes(UserDefinedClassVariable),
+        _patch_attribute_reads(UserDefinedObjectVariable),
+        _patch_attribute_reads(UserDefinedClassVariable),
     ):
         yield
 
 
-def _guard_missing_attributes(variable_type: type) -> Any:
+def _patch_attribute_reads(variable_type: type) -> Any:
     # Each of the two classes has a method of its own.
     read = vars(variable_type)["var_getattr"]
 

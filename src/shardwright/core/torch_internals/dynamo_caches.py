@@ -1,4 +1,4 @@
-"""Calls of functions under `functools.lru_cache` in a trace of TorchDynamo, which ignores caches.
+"""Check functions under `functools.lru_cache` in a trace: TorchDynamo ignores their caches.
 
 Ignoring the cache is correct if the function draws no random numbers and has no side effects, and
 if its result is not mutated.

@@ -1,8 +1,8 @@
-"""Changes of containers that TorchDynamo would replay differently from Python.
+"""Correct how TorchDynamo traces and replays changes of deques, ordered dictionaries and lists.
 
-PyTorch 2.13 treats a bounded `deque` as unbounded, and ignores `OrderedDict.move_to_end` if no
-entry changes. It guards the length of each list, so that a list to which every call appends, such
-as a log of losses, would need another trace in every call.
+Dynamo of PyTorch 2.13 treats a bounded `deque` as unbounded, and ignores
+`OrderedDict.move_to_end` if no entry changes. It guards the length of each list, so a list to which
+every call appends, such as a log of losses, would require a new trace in every call.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class ExistingListVariable(ListVariable):
         items: the elements.
         num_existing: number of elements before the trace.
         is_guarded: whether the length is guarded.
-        is_traced: whether the trace has ended; then Dynamo reads the elements only to write
-            bytecode.
+        is_traced: whether the trace has ended; afterwards reads set no guard, as Dynamo only
+            generates bytecode.
     """
 
     def __init__(

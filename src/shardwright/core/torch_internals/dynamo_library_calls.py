@@ -1,6 +1,6 @@
-"""Calls of numpy, `print` and loggers, which TorchDynamo does not trace as Python runs them.
+"""Trace calls of NumPy, `print` and loggers with the effects that they have in Python.
 
-The functions replace methods of Dynamo during a trace, and take the arguments of these methods.
+The functions replace methods of TorchDynamo during a trace, and take their arguments.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _trace_numpy = NumpyVariable.call_function
 
 
 def trace_numpy_call(function: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-    """Trace a NumPy call; evaluate a function of constants, and fail on a random draw.
+    """Trace a NumPy call; compute the result during the trace if all arguments are constants.
 
-    Dynamo would draw from the generator of torch instead of NumPy's.
+    The trace fails at random draws, for which Dynamo would use the generator of torch.
     """
     is_random = getattr(get_np_to_tnp_map().get(function.value), "__module__", "").endswith(
         "random"

@@ -1,5 +1,5 @@
-"""Contexts for `flex_attention`: without `torch.compile`, and with gradients on the CPU, which
-PyTorch rejects; and `BlockMask` as a pytree node, so that it can be an argument of calls."""
+"""Run `flex_attention` without `torch.compile` and with gradients on the CPU, and pass `BlockMask`s
+as arguments of calls, by making them pytree nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Graph modules of `torch.fx` whose Python code nobody runs."""
+"""Skip the generation of Python code for graph modules of `torch.fx` that are never called."""
 
 from __future__ import annotations
 

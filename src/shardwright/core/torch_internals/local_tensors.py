@@ -86,8 +86,7 @@ def _push_dispatch_mode(mode: TorchLocalTensorMode) -> Iterator[None]:
 
 
 def _share_storage(views: Tensor | Sequence[Tensor], tensor: Tensor) -> None:
-    """Give views the storage of their base `tensor`, so that comparisons of storages find that they
-    share memory."""
+    """Give views the storage of their base `tensor`; aliasing is detected by equal storages."""
     # Operators such as `split` return several views.
     for view in [views] if isinstance(views, Tensor) else views:
         torch._functionalize_unsafe_set(view, tensor)
@@ -100,8 +99,8 @@ def _call_on_each_rank(
     with torch._C.DisableTorchFunction():
         results = {
             rank: func(
-                *(_select_rank_argument(arg, rank) for arg in args),
-                **{key: _select_rank_argument(arg, rank) for key, arg in kwargs.items()},
+                *(_select_argument_of_rank(arg, rank) for arg in args),
+                **{key: _select_argument_of_rank(arg, rank) for key, arg in kwargs.items()},
             )
             for rank in sorted(ranks)
         }
@@ -153,9 +152,9 @@ def _find_tensor_class(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> type
     return common
 
 
-def _select_rank_argument(arg: Any, rank: int) -> Any:
+def _select_argument_of_rank(arg: Any, rank: int) -> Any:
     if isinstance(arg, list | tuple):
-        return [_select_rank_argument(each, rank) for each in arg]
+        return [_select_argument_of_rank(each, rank) for each in arg]
     return _map_to_rank_local_val(arg, rank)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from shardwright.core.torch_internals.compiled import is_compiling
 
 IMPLEMENTATION_VARIABLE = "func"
-"""Name of the closure variable of `clip_grad_norm_` that is its implementation."""
+"""Name of the closure variable through which `clip_grad_norm_` calls its implementation."""
 
 NON_FINITE = (
     "The total norm of order {} for gradients from `parameters` is non-finite, so it cannot be "
@@ -49,14 +49,14 @@ class Norms(Protocol):
         """Split tensors into groups that one foreach operator can scale."""
 
     def trained(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        """Return `parameters`, with those that planning has replaced exchanged for the new ones."""
+        """Replace parameters of the original model by planned parameters that have gradients."""
 
 
 def extend_norms(norms: Norms) -> None:
     """Make `clip_grad_norm_` and `get_total_norm` compute total norms by `norms`.
 
-    `clip_grads_with_norm_` and `clip_grad_value_` then change each group of `norms.groups`
-    separately, and all clip the gradients of `norms.trained`. Calls with a
+    `clip_grads_with_norm_` and `clip_grad_value_` process each group of `norms.groups` separately.
+    All clipping functions replace their parameters by `norms.trained(parameters)`. Calls with a
     single tensor, and calls in compiled functions, are not changed. The change is permanent for the
     process; a second call is ignored.
     """

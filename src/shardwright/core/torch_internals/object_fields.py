@@ -109,7 +109,7 @@ def set_attribute_or_slot(rebuilt: Any, name: str, value: Any) -> None:
 
 
 def is_constant_field(value: Any) -> bool:
-    """Return whether a field that is not a pytree child has an immutable value."""
+    """Return whether `value`, a field that is not a pytree child, is immutable."""
     if isinstance(value, (*CONSTANT_TYPES, *LEAF_TYPES, type, range, slice)):
         return True
     if isinstance(value, frozenset):

@@ -79,11 +79,11 @@ def planned_actions(
     schedule: TorchSchedule, stages: int, micro_batches: int, chunks: int
 ) -> list[list[TorchAction | None]]:
     """Return the actions of each stage in order, without sends and receives."""
-    return get_schedule_ops(_without_messages(schedule), stages, micro_batches, chunks)
+    return get_schedule_ops(_skip_message_planning(schedule), stages, micro_batches, chunks)
 
 
 @cache
-def _without_messages(schedule: TorchSchedule) -> TorchSchedule:
+def _skip_message_planning(schedule: TorchSchedule) -> TorchSchedule:
     """Return a subclass of `schedule` that does not plan sends and receives, which takes most of
     the time of constructing a schedule."""
     if not issubclass(schedule, PipelineScheduleMulti):

@@ -49,7 +49,7 @@ def treespec_loads(text: str) -> TreeSpec:
         # The first element is the version of the format.
         _, structure = json.loads(text)
         # First, since PyTorch runs code while it reads some structures.
-        _check_no_code_runs(structure)
+        _check_runs_no_code(structure)
         # PyTorch looks classes up by name, so they are registered before it reads the text.
         register_block_masks(text)
         register_named_classes(text)
@@ -58,7 +58,7 @@ def treespec_loads(text: str) -> TreeSpec:
         raise ValueError(f"this is not a serialized `TreeSpec`: {error}") from error
 
 
-def _check_no_code_runs(structure: dict[str, Any]) -> None:
+def _check_runs_no_code(structure: dict[str, Any]) -> None:
     """Raise ValueError if loading a serialized `TreeSpec` could run code.
 
     PyTorch imports the modules of default factories and enumerations.
@@ -75,7 +75,7 @@ def _check_no_code_runs(structure: dict[str, Any]) -> None:
     if isinstance(context, str) and structure["type"] is not None:
         json.loads(context, object_hook=_check_enum_is_imported)
     for child in structure["children_spec"]:
-        _check_no_code_runs(child)
+        _check_runs_no_code(child)
 
 
 def _check_enum_is_imported(context: dict[str, Any]) -> None:

@@ -98,7 +98,7 @@ def _iterate_class_names(structure: Any) -> Iterator[str]:
 
 
 def _is_unregistered_object(value: Any) -> bool:
-    """Whether the class of a leaf can be registered and is not registered yet."""
+    """Whether `value` is an object with fields whose class is not a pytree node yet."""
     cls = type(value)
     # Named tuples are nodes of PyTorch too.
     if _pytree.is_namedtuple_class(cls):
@@ -143,10 +143,10 @@ def _make_serialized_class_name(cls: type) -> str:
 
 
 def register_keys(structure: Any) -> None:
-    """Add keys and serialized names to the registered classes in a structure that lack these.
+    """Give each pytree class in a structure keys, for errors that name a leaf, and a serialized
+    name.
 
-    Errors name a leaf by its key. Classes that the user has registered may lack keys and serialized
-    names; named tuples lack serialized names.
+    Classes that the user registered may lack both; named tuples lack serialized names.
 
     Args:
         structure: a `TreeSpec`.
@@ -178,7 +178,7 @@ def register_keys(structure: Any) -> None:
         _pytree.SUPPORTED_SERIALIZED_TYPES[cls] = serialized
         _pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE[serialized.serialized_type_name] = cls
     if serialized.to_dumpable_context is _convert_structure_to_json:
-        _cache_structure(context)
+        _add_structure_to_cache(context)
 
 
 def _flatten_with_sequence_keys(flatten: Callable[[Any], Any], value: Any) -> tuple[list[Any], Any]:
@@ -306,7 +306,7 @@ An object may be flattened again after other leaves, such as names, have replace
 def _flatten_object(value: Any) -> tuple[list[Any], Any]:
     if type(value) not in _classes_with_tensors:
         if not has_tensor(value):
-            return [], _cache_structure(_ConstantObject(value))
+            return [], _add_structure_to_cache(_ConstantObject(value))
         _classes_with_tensors.add(type(value))
     items, attributes = get_items_by_key(value), get_attributes_by_name(value)
     children = {name: item for name, item in attributes.items() if _is_child_of_structure(item)}
@@ -318,7 +318,7 @@ def _flatten_object(value: Any) -> tuple[list[Any], Any]:
     is_own_dict = getattr(value, "__dict__", None) is value
     structure = _ObjectStructure(tuple(items), tuple(children), constants, is_own_dict)
     # Structures without constants are written to files in full, and need no cache.
-    return [*items.values(), *children.values()], _cache_structure(
+    return [*items.values(), *children.values()], _add_structure_to_cache(
         structure
     ) if constants else structure
 
@@ -336,13 +336,13 @@ def _flatten_object_with_keys(value: Any) -> tuple[list[Any], Any]:
 
 
 _cached_structures: dict[str, Any] = {}
-"""Structures with constants, by their `repr`.
+"""Cache of pytree structures that contain constants, by `repr` of the structure.
 
-Rank 0 broadcasts the `repr`; other ranks look up the equal structure of their own call.
+Rank 0 broadcasts only the `repr`; each other rank looks up the structure of its own call.
 """
 
 
-def _cache_structure(structure: Any) -> Any:
+def _add_structure_to_cache(structure: Any) -> Any:
     structure_text = repr(structure)
     # Moved to the end, so that the structure that was used least recently is dropped.
     _cached_structures.pop(structure_text, None)
@@ -356,7 +356,7 @@ def _convert_structure_to_json(structure: Any) -> Any:
     simple = isinstance(structure, _ObjectStructure) and not structure.constants
     if simple and all(isinstance(key, (str, int)) for key in structure.items):
         return [list(structure.items), list(structure.attributes), structure.is_own_dict]
-    return [repr(_cache_structure(structure))]
+    return [repr(_add_structure_to_cache(structure))]
 
 
 def _convert_structure_from_json(content: Any) -> Any:

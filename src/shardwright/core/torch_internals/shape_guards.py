@@ -1,5 +1,4 @@
-"""Guards that a call with other shapes must satisfy to reuse a trace, and assumed values of
-data-dependent sizes."""
+"""Guards on input shapes, with which a call can reuse a trace, and assumed data-dependent sizes."""
 
 from __future__ import annotations
 
@@ -50,8 +49,8 @@ def supposed_size(size: int | SymInt) -> int:
 
 
 def depends_on_positive_sizes(size: SymInt) -> bool:
-    """Whether a branch decided by `suppose_size`, in the trace of `size`, may differ for other
-    positive sizes."""
+    """Whether the trace of `size` may be invalid for other positive sizes, because a branch took
+    the path for the number that `suppose_size` set."""
     environment = size.node.shape_env
     checks = (check for group in environment.deferred_runtime_asserts.values() for check in group)
     conditions = [check.expr for check in checks if check.msg.startswith(_SUPPOSED)]
@@ -64,10 +63,9 @@ _SUPPOSED = "propagate_real_tensors"
 
 
 def _holds_for_positive_sizes(condition: Any, supposed: Mapping[Any, Any]) -> bool:
-    """Whether a condition on a symbolic size holds for all positive sizes that are tried: 1 to 64,
-    and larger powers of two.
+    """Whether a condition on a symbolic size holds for sizes 1 to 64 and larger powers of two.
 
-    True if the size is 0 in the trace.
+    True if `supposed` is 0 for the size.
     """
     if condition.is_Equality and all(side.is_Symbol for side in condition.args):
         # Rows that are selected twice by one mask have two symbols.

@@ -34,8 +34,8 @@ class _UserFrames:
         return self
 
     def summary(self) -> StackSummary:
-        """Return the frames of functions called `forward`, and the user's innermost frame as the
-        last, from the outermost on."""
+        """Return the frames of functions called `forward`, outermost first, then the innermost
+        frame of the user's code."""
         frames: list[FrameSummary] = []
         innermost: FrameSummary | None = None
         frame: FrameType | None = inspect.currentframe()

@@ -89,8 +89,8 @@ requires_grad: Callable[[Tensor], bool] = attrgetter("requires_grad")
 """Return whether a tensor requires a gradient."""
 
 getters_without_overrides = torch._C.DisableTorchFunctionSubclass
-"""Context manager that disables `__torch_function__` of tensor subclasses. Otherwise each read of a
-DTensor's attribute calls it, which takes most of the time and has no effect on the result."""
+"""Context manager that disables `__torch_function__` of tensor subclasses, for faster reads of
+attributes of DTensors; the attributes' values do not depend on it."""
 
 version: Callable[[Tensor], int] = Tensor._version.__get__  # type: ignore[attr-defined]
 """Return the version counter of a tensor, which each in-place operator increments."""

@@ -109,7 +109,7 @@ def transforms_called_by(call: Calling) -> Iterator[None]:
 def restored_transforms() -> Iterator[None]:
     """Context manager that restores the active `torch.func` transforms on exit.
 
-    TorchDynamo does not leave transforms in `finally`, so that they stay active after an error.
+    After an error, TorchDynamo leaves the transforms of the traced code active.
     """
     depth, level = _functorch.get_dynamic_layer_stack_depth(), forward_ad._current_level
     hooks_disabled = _autograd._saved_tensors_hooks_get_disabled_error_message()

@@ -118,7 +118,7 @@ class CheckpointPolicy:
         return BEGINNING
 
     def _check_sample_order(self, folder: Path, info: CheckpointInfo, numbers: RunNumbers) -> None:
-        """Raise CheckpointError if the run would resume within an epoch in another sample order."""
+        """Raise CheckpointError if the sample order of a partly trained epoch has changed."""
         position, saved = info.position, info.run
         # At an epoch boundary no sample of the next epoch has been trained on: any order is valid.
         if saved is None or not (position.batch or position.sample):

@@ -87,7 +87,7 @@ def _read_graph(folder: Path, key: str) -> Graph | None:
     """
     path = folder / f"{key}.graph"
     try:
-        _check_writable_by_owner_only(folder)
+        _refuse_folder_writable_by_others(folder)
         content = path.read_bytes()
     # Before the first capture neither the folder nor the file exists.
     except FileNotFoundError:
@@ -99,7 +99,7 @@ def _read_graph(folder: Path, key: str) -> Graph | None:
     return graph
 
 
-def _check_writable_by_owner_only(folder: Path) -> None:
+def _refuse_folder_writable_by_others(folder: Path) -> None:
     """Raise PermissionError if other users can write to the folder."""
     status = folder.stat()
     if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):

@@ -20,7 +20,7 @@ SOURCES = ("run/config/schema.py", "core/planner/options.py")
 """Source files of the section classes, relative to the package."""
 
 SectionKeys = Mapping[str, "str | None"]
-"""Class name of the nested section of each key; None for a key with a plain value."""
+"""Keys of a section. The value is the class name of a nested section; None for a plain value."""
 
 
 def unknown_keys(content: Any, file: str) -> str:
@@ -50,7 +50,7 @@ def key_hint(key: str, keys: SectionKeys | list[str]) -> str:
 
 
 def close_keys(key: str, keys: SectionKeys | list[str]) -> list[str]:
-    """Return the valid key most similar to `key`, as a list; empty if no key is similar."""
+    """Return a list with the key of `keys` most similar to `key`; empty if none is similar."""
     return difflib.get_close_matches(key, keys, n=1)
 
 
@@ -93,10 +93,10 @@ def _iterate_annotated_keys(
             )
             # Names of section classes end in `Section`; other names are the types of plain values.
             sections = [each for each in names if each.endswith("Section")]
-            yield _alias_of_field(field) or field.target.id, sections[0] if sections else None
+            yield _get_field_alias(field) or field.target.id, sections[0] if sections else None
 
 
-def _alias_of_field(field: ast.AnnAssign) -> str | None:
+def _get_field_alias(field: ast.AnnAssign) -> str | None:
     """Return the YAML key of a field that has an alias, such as `async`; otherwise None."""
     if not isinstance(field.value, ast.Call):
         return None

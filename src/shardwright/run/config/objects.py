@@ -73,8 +73,7 @@ def build_model(model: schema.ModelSection, folder: Path, dtype: torch.dtype) ->
 
 
 def compute_dtype_of(model: schema.ModelSection, folder: Path) -> str | None:
-    """Return the compute dtype of the model's published configuration; None if that configuration
-    names no dtype.
+    """Return the compute dtype in the published configuration of a model; None if it has none.
 
     Raises:
         ConfigError: if the configuration of `hf` does not exist.
@@ -124,7 +123,7 @@ def naming_file(file: str) -> Iterator[None]:
 def _call_with_key_in_errors(
     key: str, function: Callable[..., Returned], *args: Any, **kwargs: Any
 ) -> Returned:
-    """Call `function` with the given arguments, and prefix its errors with the configuration key.
+    """Call `function`, and convert its errors to a ConfigError that starts with the key.
 
     Raises:
         ConfigError: if `function` does not take these arguments, or rejects a value.

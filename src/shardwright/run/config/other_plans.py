@@ -21,7 +21,7 @@ PRESETS: dict[str, Any] = {
     "data parallel": None,
     "fully sharded data parallel": {"level": "level3", "threshold": 0},
 }
-"""Value of the option `hsdp` of each preset strategy that needs no search, by name."""
+"""Preset strategies that need no search: the value of option `hsdp`, by name of the strategy."""
 
 # Options that turn off every decision of the planner, and the memory limit: the page shows presets
 # even if they do not fit into memory.
@@ -36,13 +36,13 @@ NO_SEARCH: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class AlternativePlanner:
-    """Planner of alternatives to the chosen plan of a run; reuses the captured graph if possible.
+    """Planner of alternatives to the plan of a run; reuses the captured graph if possible.
 
     Args:
-        unplanned: the run as configured, before the number of micro-batches was chosen.
+        unplanned: the run as configured, before the planner chose the number of micro-batches.
         run: the run with the chosen number of micro-batches.
-        model, graph: model of `run` and its captured graph, as returned by `Run.capture`.
-        plan: the chosen plan of `run`.
+        model, graph: the model and the captured graph that `Run.capture` returned for `run`.
+        plan: the plan of `run`.
     """
 
     unplanned: Run
@@ -110,7 +110,7 @@ class AlternativePlanner:
             yield str(strategy_kind), reason.text
 
     def _plan_with_options(self, name: str, devices: int, **changes: Any) -> tuple[str, Plan | str]:
-        return _plan_or_error_message(
+        return _try_plan(
             self.run, name, partial(self.run.plan_graph, self.model, self.graph, devices, **changes)
         )
 
@@ -121,10 +121,10 @@ class AlternativePlanner:
         config = self.run.config.model_copy(update={"data": data, "parallel": parallel})
         # `foreign` would recompute the batch size from the number of devices.
         run = replace(self.run, config=config, foreign=None)
-        return _plan_or_error_message(run, name, partial(run.plan, self.plan.devices))
+        return _try_plan(run, name, partial(run.plan, self.plan.devices))
 
 
-def _plan_or_error_message(run: Run, name: str, make_plan: partial[Plan]) -> tuple[str, Plan | str]:
+def _try_plan(run: Run, name: str, make_plan: partial[Plan]) -> tuple[str, Plan | str]:
     run.on_progress(name)
     try:
         return name, make_plan()

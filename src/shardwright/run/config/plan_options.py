@@ -50,7 +50,7 @@ def _has_megatron_stages(config: Config) -> bool:
 
 
 def _sets_layers_per_chunk(config: Config) -> bool:
-    """Whether the configuration sets the number of blocks of each chunk, not only of each stage."""
+    """Whether `parallel.expert.layers` has one number per chunk instead of one per stage."""
     parallel = config.parallel
     layers = parallel.expert.layers if parallel.expert else None
     has_several = layers is not None and isinstance(parallel.stages, int) and parallel.stages > 1

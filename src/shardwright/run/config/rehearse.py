@@ -86,7 +86,7 @@ class _RehearsedTraining:
 
 
 class _RehearsedRun(Run):
-    """A run of a few steps, on placeholder tokens unless the configuration names a text file."""
+    """A run of a few steps; language models without a data file train on zero tokens."""
 
     @cached_property
     def batches(self) -> Batches:

@@ -166,9 +166,10 @@ class Run:
         return self.last_step(BEGINNING)
 
     def last_step(self, start: Position) -> int:
-        """Return the last step of a run that resumes at `start`, counted from 1 over all epochs.
+        """Return the number of the last step, counted from 1 over all epochs, if the run resumes
+        at `start`.
 
-        Assumes `start.step` steps before `start`, even if these had another batch size.
+        The steps before `start` count as `start.step`, even if their batch size was different.
         """
         settings = self.config.train
         # `train.steps` counts from the first step of the run, also after it has resumed.
@@ -235,9 +236,9 @@ class Run:
         return run, run.annotated_model(), candidate.model.graph, candidate.plan()
 
     def with_micro_batches(self, devices: int) -> Run:
-        """Return the run with the fastest number of micro-batches if the planner chooses it.
+        """Choose the fastest number of micro-batches, and return the run with this number.
 
-        If the configuration sets the number, returns the run itself.
+        Returns the run itself if the configuration sets the number.
 
         Raises:
             ShardwrightError: if the model cannot be built, captured or planned.
@@ -261,10 +262,10 @@ class Run:
         return ranking.ranked()
 
     def _search_fastest_candidate(self, devices: int, ranking: Ranking | None = None) -> Candidate:
-        """Search for the fastest plan, and the number of micro-batches if the planner chooses it.
+        """Search for the fastest plan, over all numbers of micro-batches unless the number is set.
 
         Args:
-            ranking: receives all candidates, to rank them; None for no ranking.
+            ranking: collects all candidates to rank them; None to find only the fastest.
 
         Returns:
             The fastest candidate.
@@ -309,8 +310,7 @@ class Run:
         return model, self.capture_graph(model, self.micro_batch_to_plan(), graphs)
 
     def annotated_model(self) -> nn.Module:
-        """Build the model for capture, and attach the strategies and recomputation of the
-        configuration to it.
+        """Build the model for capture, with the strategies and recomputation of the configuration.
 
         Raises:
             ShardwrightError: if the model cannot be built, or the configuration does not match it.
@@ -333,7 +333,7 @@ class Run:
     ) -> Graph:
         """Capture the graph of `model`, or read it from the cache.
 
-        A cached graph gets the strategies and recomputation that are attached to `model` now.
+        The strategies and recomputation of `model` replace those in a cached graph.
 
         Args:
             batch: one micro-batch; only shapes and dtypes matter.

@@ -30,7 +30,7 @@ ImportTarget = Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$")]
 
 
 class Section(BaseModel, extra="forbid", strict=True, frozen=True):
-    """Base class of sections: rejects unknown keys and, for example, strings for numbers."""
+    """Base class of sections, which rejects unknown keys and values of another type."""
 
 
 class LoraSection(Section, frozen=True):
@@ -139,7 +139,7 @@ def _make_option_error(expected: str) -> PydanticCustomError:
     return PydanticCustomError("option_error", "expected {expected}", {"expected": expected})
 
 
-def _first_error_message(error: ValidationError) -> str:
+def _get_first_error_message(error: ValidationError) -> str:
     return error.errors()[0]["msg"].removeprefix("Value error, ")
 
 
@@ -150,7 +150,7 @@ _DATASETS_BY_KEY = {
     "tokenizer": ("text",),
     "dtype": ("tokens",),
 }
-"""Values of `data.name` that allow a key of the section `data`, by key."""
+"""For each optional key of the section `data`, the values of `data.name` that allow the key."""
 
 
 class ScheduleSection(Section, frozen=True):
@@ -165,7 +165,7 @@ class ScheduleSection(Section, frozen=True):
     power: Positive = 1.0
 
     @model_validator(mode="after")
-    def _check_one_warmup_key(self) -> Self:
+    def _check_warmup_keys(self) -> Self:
         if self.warmup_steps and self.warmup_ratio is not None:
             raise ValueError("the keys `warmup_steps` and `warmup_ratio` conflict; remove one")
         return self
@@ -426,7 +426,7 @@ class Config(Section, frozen=True):
                 # Built only to run the checks of its section.
                 _ = self.evaluation_data
             except ValidationError as error:
-                raise ValueError(f"train.evaluation: {_first_error_message(error)}") from None
+                raise ValueError(f"train.evaluation: {_get_first_error_message(error)}") from None
         return self
 
     @property

@@ -241,14 +241,14 @@ class RankTraining:
         if self.profile is None:
             return nullcontext()
         devices = self.net.execution.devices
-        folder = self.profile.folder(_current_rank())
+        folder = self.profile.folder(_get_rank())
         return StepProfile(self.profile.steps, folder, devices.device)
 
     def _report_measurements(self, step_profile: StepProfile) -> None:
         """Gather the measurements of all ranks, and pass them to `on_measured` on rank 0."""
         assert self.profile is not None
         partitioned, devices = self.net.execution.partitioned, self.net.execution.devices
-        own_rank = step_profile.summarize(_current_rank(), devices.stage, self.net, self.optimizer)
+        own_rank = step_profile.summarize(_get_rank(), devices.stage, self.net, self.optimizer)
         ranks = gather_measured(own_rank)
         # Empty on all ranks but 0.
         if ranks:
@@ -268,5 +268,5 @@ class RankTraining:
             )
 
 
-def _current_rank() -> int:
+def _get_rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0

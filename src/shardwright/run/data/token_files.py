@@ -37,7 +37,7 @@ class TokenArray:
         source: name of the file or folder, for error messages.
         values: token ids, integers [tokens].
         first: index within `source` of the array's first token.
-        checked: reader that verifies the file's checksums; None if the file has no checksums.
+        checked: verifies the file's checksums when it is read; None if it has no checksums.
     """
 
     source: str
@@ -273,10 +273,10 @@ def _read_dtype_and_header_size(file: Path, dtype: str | None) -> tuple[str, int
 
 
 def _read_megatron_dtype(index: Path, file: Path) -> str:
-    """Return the token dtype of a Megatron-LM dataset, and check that index and token file match.
+    """Return the token dtype of a Megatron-LM dataset, after a check of its index.
 
-    The index has no checksum. Instead, its last sequence must end where the token file ends; it
-    does not if the dtype is wrong or one of the files is incomplete.
+    The index has no checksum. Instead, its last sequence must end at the end of the token file. A
+    wrong dtype or an incomplete file fails this check.
 
     Raises:
         DataError: if the index is damaged, or belongs to another file.
@@ -306,7 +306,7 @@ def _read_megatron_dtype(index: Path, file: Path) -> str:
 
 
 def _read_end_of_last_sequence(index_file: BinaryIO, num_sequences: int, itemsize: int) -> int:
-    """Return the byte of the token file at which the last sequence of a Megatron-LM index ends."""
+    """Return the end of the last sequence of a Megatron-LM index, in bytes of the token file."""
     if num_sequences == 0:
         return 0
     # First the lengths of all sequences in 32 bits, then where they start in 64 bits.

@@ -194,8 +194,7 @@ def _convert_to_rank_ends(failures: Mapping[int, ProcessFailure], logs: LogFolde
     """Convert the agent's report of failed ranks to one `RankEnd` per rank.
 
     After a failure, the agent sends SIGTERM to the other ranks, then SIGKILL to ranks that do not
-    exit. The agent does not report the signals that it sent, so they are inferred from exit codes
-    and times.
+    exit. It does not report these signals, so this function infers them from exit codes and times.
     """
     first_timestamp = min(failure.timestamp for failure in failures.values())
     sigterm_exit = -signal.SIGTERM
@@ -231,7 +230,7 @@ def _make_agent_environment(node: Node) -> dict[str, str]:
 
 
 class _RankLogsSpecs(LogsSpecs):
-    """Log files of the agent's ranks, at the paths of a local run; prints rank 0's stdout too."""
+    """Log files of the agent's ranks, at the paths of a local run; also prints rank 0's stdout."""
 
     def __init__(self, logs: LogFolder) -> None:
         super().__init__(str(logs.root))

@@ -80,7 +80,7 @@ class RankError:
 
     @property
     def stop(self) -> StoppedError | None:
-        """The StoppedError that ended the rank; None if the rank ended for another reason."""
+        """The rank's exception as a StoppedError; None if the rank raised another exception."""
         if self.exception_type != StoppedError.__name__:
             return None
         # The message is `stopped by SIGTERM; …`, with the name of the signal.
@@ -89,7 +89,7 @@ class RankError:
 
     @property
     def is_consequence(self) -> bool:
-        """Whether the failure of another rank caused the exception."""
+        """Whether the exception is the consequence of another rank's failure."""
         return self.exception_type == CommunicationError.__name__
 
 

@@ -96,7 +96,7 @@ class RankProcess:
         return RankProcess(rank, process, logs, stderr)
 
     def poll(self) -> bool:
-        """Update the fields from the process; return whether the process is still running."""
+        """Update the fields with the state of the process; return whether it is still running."""
         if self.ended is not None:
             return False
         if self.process.poll() is not None:
@@ -149,7 +149,7 @@ def wait_for_ranks(
 ) -> None:
     """Wait until all ranks have ended, or one has failed.
 
-    After a failure that another rank may have caused, waits up to `GRACE_SECONDS` for its failure.
+    If another rank may have caused a failure, waits up to `GRACE_SECONDS` until that rank fails.
 
     Args:
         timeout: longest time for which a rank may be stopped by a signal.

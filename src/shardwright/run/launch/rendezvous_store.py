@@ -1,4 +1,4 @@
-"""The stores by which ranks find each other, each open to as few processes as possible.
+"""Rendezvous stores of ranks, each accessible to as few processes as possible.
 
 Ranks of one launcher meet in a file that only their user can open. `TCPStore`, which scripts and
 several nodes use, has no access control: everyone who reaches its port can read and write its keys.
@@ -84,7 +84,7 @@ def serve_tcp_store(host: str, port: int, timeout: timedelta, shared: bool = Tru
     Raises:
         RuntimeError: if the address cannot be used.
     """
-    address = _address_to_bind(host)
+    address = _choose_bind_address(host)
     listener = None if address is None else _bind_socket(address, port)
     return dist.TCPStore(  # type: ignore[attr-defined]
         address or host,
@@ -101,8 +101,8 @@ def serve_tcp_store(host: str, port: int, timeout: timedelta, shared: bool = Tru
 def _bind_socket(address: str, port: int) -> socket.socket | None:
     """Bind a socket to an address of this machine; return None if `TCPStore` must bind its own.
 
-    `TCPStore` must do so if this process already serves a store at `port`, or if `address` is
-    translated by a network (NAT).
+    `TCPStore` binds its own socket if this process already serves a store at `port`, or if a
+    network translates `address` (NAT).
     """
     listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
     # Without this option, the port of a store that has just ended could not be bound, as its
@@ -116,7 +116,7 @@ def _bind_socket(address: str, port: int) -> socket.socket | None:
     return listener
 
 
-def _address_to_bind(host: str) -> str | None:
+def _choose_bind_address(host: str) -> str | None:
     if host == "localhost":
         return LOOPBACK
     try:

@@ -18,7 +18,7 @@ from shardwright.core.runtime.dtensor import detached_local
 from shardwright.core.torch_internals import pytree
 
 NO_FINDING = 2**62
-"""Sort key of a rank whose values are all finite; larger than every other sort key."""
+"""Sort key of a rank without non-finite values; larger than every other sort key."""
 
 NON_FINITE: Mapping[str, Callable[[Tensor], Tensor]] = {
     "nan": torch.isnan,
@@ -40,8 +40,7 @@ def non_finite_value(tensor: Tensor) -> str | None:
 
 
 def earliest_finding(net: torch.nn.Module, order: int, finding: str) -> str | None:
-    """Return the description of the earliest non-finite value over all ranks; None if all values
-    are finite.
+    """Describe the first non-finite value of all ranks; None if all values are finite.
 
     Collective, unless `net` has no other ranks; the result is the same on every rank.
 
@@ -78,7 +77,7 @@ def first_non_finite(net: ParallelModule, batch: Sequence[Tensor]) -> str | None
     """
     checker = _NonFiniteChecker()
     order, finding = NO_FINDING, ""
-    for index, (name, tensor) in enumerate(_iterate_named_step_inputs(net, batch)):
+    for index, (name, tensor) in enumerate(_iterate_samples_and_parameters(net, batch)):
         value = non_finite_value(detached_local(tensor))
         if value is not None:
             order, finding = min((order, finding), (index, f"{name} contains {value}"))
@@ -92,7 +91,7 @@ def first_non_finite(net: ParallelModule, batch: Sequence[Tensor]) -> str | None
     return earliest_finding(net, order, finding)
 
 
-def _iterate_named_step_inputs(
+def _iterate_samples_and_parameters(
     net: ParallelModule, batch: Sequence[Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield each sample of the batch, then each parameter, with its name for messages."""
@@ -109,8 +108,8 @@ class _NonFiniteChecker(TorchFunctionMode):
 
     Args:
         num_checked: number of tensors checked so far.
-        forward, backward: first occurrence in the pass of each non-finite value ("nan", "inf",
-            "-inf"), as (`num_checked` at that time, description).
+        forward, backward: first occurrences in the forward and the backward pass, by value ("nan",
+            "inf", "-inf"): (`num_checked` at the occurrence, description).
     """
 
     num_checked: int = 0
@@ -156,11 +155,10 @@ class _NonFiniteChecker(TorchFunctionMode):
             findings[value] = (self.num_checked, f"{value} first in {role} {line}")
 
     def first_finding(self, stage: int, stages: int) -> tuple[int, str]:
-        """Return sort key and description of this rank's first non-finite value.
+        """Return (sort key, description) of this rank's first non-finite value.
 
-        The sort keys of all ranks are ordered by time.
-
-        Returns `(NO_FINDING, "")` if all values are finite.
+        Sort keys order the findings of all ranks by time. Returns `(NO_FINDING, "")` if all values
+        are finite.
 
         Args:
             stage: pipeline stage of this rank.

@@ -128,7 +128,7 @@ def check_finite_state(net: nn.Module, optimizer: torch.optim.Optimizer, where: 
 
 
 def is_finite(loss: Tensor, norm: Tensor) -> tuple[bool, float, float]:
-    """Return whether `loss` and `norm` are finite, and both as Python numbers."""
+    """Return whether `loss` and `norm` are both finite, `loss`, and `norm`, as Python values."""
     # Stacked, so that the host waits for the device once, not twice.
     values: list[float] = torch.stack([loss.detach().double(), norm.detach().double()]).tolist()
     return all(map(math.isfinite, values)), values[0], values[1]
@@ -151,7 +151,7 @@ def _iterate_training_state(
 
 
 def _find_tensors_changed_by_forward(net: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers and parameters that forward may update in place, by name."""
+    """Return the buffers and parameters, by name, that the forward pass may change in place."""
     if not isinstance(net, ParallelModule):
         # Without a captured graph, only buffers may be known to change, as those of batch norm.
         return dict(net.named_buffers())

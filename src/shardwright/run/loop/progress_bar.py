@@ -92,7 +92,7 @@ def follow_files(on_line: Mapping[Path, Callable[[str], None]]) -> Iterator[None
 
 
 class _FollowedFile:
-    """Reader of the lines appended to a file, which may be replaced by a new one meanwhile."""
+    """Reader of the lines appended to a file; if another file replaces it, reads that too."""
 
     def __init__(self, path: Path, on_line: Callable[[str], None]) -> None:
         self._path, self._on_line = path, on_line

@@ -39,8 +39,8 @@ class _EventContext:
     Args:
         category: category to which the event's time is added; empty if undetermined.
         backward: whether the event is in the backward pass.
-        waiting: whether the event is in a pipeline schedule, but outside all passes of chunks.
-        collective: collective and mesh axes of the enclosing send or wait; None outside one.
+        waiting: whether the event is in a pipeline schedule, between the passes of its chunks.
+        collective: (name, mesh axes) of the collective whose start or wait encloses the event.
     """
 
     category: str = ""
@@ -146,7 +146,7 @@ def _is_host_event(event: Any) -> bool:
 def _iterate_events_with_contexts(
     host_events: Sequence[Any],
 ) -> Iterator[tuple[Any, _EventContext]]:
-    """Yield profiler events of the host with their contexts, parents before their children."""
+    """Yield (profiler event of the host, its context), enclosing events before nested ones."""
     stack = [
         (event, _EventContext())
         for event in host_events
@@ -161,7 +161,7 @@ def _iterate_events_with_contexts(
 
 
 def _derive_event_context(event: Any, parent: _EventContext) -> _EventContext:
-    """Return the context of an event whose enclosing event has the context `parent`."""
+    """Return the context of an event; `parent` is the context of the enclosing event."""
     name = event.name
     # Before categories are inherited: communication during recomputation is communication.
     match = SEND.fullmatch(name) or WAIT.fullmatch(name)
@@ -182,10 +182,10 @@ def _derive_event_context(event: Any, parent: _EventContext) -> _EventContext:
         # operators recomputed by activation checkpointing.
         recomputed = parent.backward and not BUCKET.fullmatch(name)
         return replace(parent, category=RECOMPUTED) if recomputed else parent
-    return replace(parent, category=_category_of_op(name, parent))
+    return replace(parent, category=_choose_event_category(name, parent))
 
 
-def _category_of_op(name: str, parent: _EventContext) -> str:
+def _choose_event_category(name: str, parent: _EventContext) -> str:
     if name.startswith(COLLECTIVE_PREFIXES):
         # Receives between stages are already counted as waiting.
         return "" if parent.waiting else EXPOSED_COMMUNICATION
@@ -204,7 +204,7 @@ def _self_microseconds(event: Any) -> float:
 
 
 def _compute_exposed_microseconds(kernels: Sequence[Any]) -> float:
-    """Return the microseconds of communication that no computation overlaps."""
+    """Return the exposed communication of `kernels`: microseconds not overlapped by computation."""
     # Sweeps over starts (+1) and ends (-1) of kernels, counting running communication kernels
     # (True) and computation kernels (False).
     changes = []
