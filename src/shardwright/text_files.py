@@ -32,8 +32,8 @@ MAX_DEPTH = 100
 """Maximum nesting depth of mappings and lists, far below Python's recursion limit."""
 
 MAX_VALUES = 100_000
-"""Maximum number of values in a YAML file with aliases expanded: a few lines of aliases can expand
-to billions of values."""
+"""Maximum number of values in a YAML file after expansion of aliases, which could otherwise expand
+a few lines to billions of values."""
 
 INTEGERS = range(-(2**63), 2**63)
 """Supported integers: those of 64 bits with a sign, which NumPy and C++ store.
@@ -134,8 +134,8 @@ def write_text(path: str | Path, text: str) -> None:
 def partial_file(target: Path, suffix: str = "") -> Path:
     """Return the path of a new file that replaces `target` once it is complete.
 
-    Removes a file that an interrupted process has left there. To be opened with mode `x`: through a
-    link, another user's or an untrusted folder's, any file of the user could be overwritten.
+    Removes a leftover of an interrupted process at this path. The caller must open the path with
+    mode `x`, which refuses links: another user's link could redirect the write to any file.
 
     Raises:
         OSError: if a leftover cannot be removed.
@@ -270,7 +270,9 @@ def _check_plain_data(data: Any, max_values: float) -> None:
 
 _ValuePath = tuple[Any, Callable[[Any], str], Any] | None
 """Path of a value: (path of its container, function that formats its key, key); None for the root.
-Paths are formatted only for an error, because a plan can have millions of values."""
+
+Only errors format a path, because a plan can have millions of values.
+"""
 
 _format_index = "[{}]".format
 

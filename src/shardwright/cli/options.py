@@ -50,7 +50,7 @@ LogDirOption = Annotated[Path, typer.Option(help="Folder for the ranks' logs.")]
 DevicesOption = Annotated[int, typer.Option(help="Number of devices.", show_default=False)]
 
 
-def _check_mem_coeff(text: str | None) -> str | None:
+def _parse_mem_coeff_option(text: str | None) -> str | None:
     """Return `text`; raise `typer.BadParameter` unless it is a positive number or `auto`."""
     error = typer.BadParameter(f"{text!r} is neither a positive number nor auto")
     try:
@@ -69,12 +69,12 @@ MemCoeffOption = Annotated[
         help="Weight of memory relative to communication; overrides the configuration. auto: the"
         " smallest weight whose plan fits into memory.",
         metavar="NUMBER|auto",
-        callback=_check_mem_coeff,
+        callback=_parse_mem_coeff_option,
     ),
 ]
 
 
-def _check_memory_limit(text: str | None) -> str | None:
+def _parse_memory_limit_option(text: str | None) -> str | None:
     """Return `text`; raise `typer.BadParameter` unless it is a size in bytes or `none`."""
     if text is not None and text != NO_LIMIT and parse_bytes(text) is None:
         raise typer.BadParameter(
@@ -90,7 +90,7 @@ MemoryLimitOption = Annotated[
         " sharded and activations recomputed until the plan fits. By default the memory of the"
         " cluster's devices, if --cluster or the configuration names one; none: no limit.",
         metavar="SIZE|none",
-        callback=_check_memory_limit,
+        callback=_parse_memory_limit_option,
     ),
 ]
 ClusterOption = Annotated[

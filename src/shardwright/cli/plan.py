@@ -152,7 +152,7 @@ def plan_command(
 
 
 def _color_axes(text: str, plan: Plan) -> Text:
-    """Color the axis names of `plan` in a printed table, each in its own color."""
+    """Return `text`, a printed table, with each axis name of `plan` in its own color."""
     colored = Text(text)
     # Only after "over ", or as an axis of a factor (k/tp·dp): module paths may contain axis names.
     for axis, name in enumerate(plan.mesh.alias_names):
@@ -306,7 +306,7 @@ def report_command(
             other_plans |= planned.best_plans(top) if top is not None else ()
             # As for a saved plan, one of the values is `presets`.
             other_plans |= planned.preset_plans() if len(files) < len(against or ()) else ()
-        for name, file in _name_plans(files, other_plans).items():
+        for name, file in _make_plan_names(files, other_plans).items():
             other_plans[name] = _load_or_search_plan(file, plan.devices, cluster, on_progress)
         # Here, with progress, what the page would otherwise compute without it.
         plan.derive(on_progress)
@@ -317,9 +317,9 @@ def report_command(
     echo(str(page))
 
 
-def _name_plans(files: Sequence[Path], names: Collection[str]) -> dict[str, Path]:
-    """Name each plan file by its stem, or by its path if another file or `names` has the same stem;
-    return the file by name."""
+def _make_plan_names(files: Sequence[Path], names: Collection[str]) -> dict[str, Path]:
+    """Return the plan files by name: the stem, or the path if the stem is not unique among `files`
+    and `names`."""
     stems = [*(file.stem for file in files), *names]
     return {file.stem if stems.count(file.stem) == 1 else str(file): file for file in files}
 

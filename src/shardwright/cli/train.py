@@ -474,8 +474,7 @@ def _write_profile(plan: Plan, measured: Measured, logs: LogFolder) -> None:
 
 @contextmanager
 def _print_checkpoint_warnings(print_line: Callable[[str], None]) -> Iterator[None]:
-    """Context that passes checkpoint warnings to `print_line`; other warnings are shown as
-    usual."""
+    """Context that prints checkpoint warnings by `print_line`, and other warnings as before."""
     # `catch_warnings` restores `showwarning` at its end.
     with warnings.catch_warnings():
         show_other = warnings.showwarning

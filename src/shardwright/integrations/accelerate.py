@@ -166,14 +166,14 @@ def _prepare_optimizer_or_loader(accelerator: Any, value: Any, shards: DataShard
         optimizer = PlannedOptimizer(
             _unwrap_optimizer(value), accelerator.device_placement, accelerator.scaler
         )
-        return _register_prepared(optimizer, accelerator._optimizers)
+        return _append_prepared(optimizer, accelerator._optimizers)
     if isinstance(value, DataLoader):
         return _prepare_loader(accelerator, value, shards)
     return value
 
 
-def _register_prepared(value: Any, prepared: list[Any]) -> Any:
-    """Append an object to the accelerator's list of prepared objects, and return the object."""
+def _append_prepared(value: Any, prepared: list[Any]) -> Any:
+    """Append `value` to `prepared`, a list of prepared objects of Accelerate, and return it."""
     value._is_accelerate_prepared = True
     prepared.append(value)
     return value
@@ -190,7 +190,7 @@ def _prepare_scheduler(accelerator: Any, value: Any) -> Any:
         # Loaders keep the batch size of a step, so one step is one step.
         split_batches=True,
     )
-    return _register_prepared(schedule, accelerator._schedulers)
+    return _append_prepared(schedule, accelerator._schedulers)
 
 
 def _prepare_loader(accelerator: Any, loader: DataLoader[Any], shards: DataShards) -> Any:
@@ -229,7 +229,7 @@ def _prepare_loader(accelerator: Any, loader: DataLoader[Any], shards: DataShard
         batches_of_rank = ShardedBatchSampler(base.batch_sampler, shards, config.even_batches)
         # Not by assignment, which `DataLoader` refuses.
         object.__setattr__(base, "batch_sampler", batches_of_rank)
-    return _register_prepared(prepared, accelerator._dataloaders)
+    return _append_prepared(prepared, accelerator._dataloaders)
 
 
 class ShardedBatchSampler(BatchSamplerShard):  # type: ignore[misc]
@@ -309,9 +309,9 @@ def _replace_accelerator_methods(accelerator: Any, shards: DataShards) -> None:
         return
     accelerator.shardwright_shards = shards
     methods: dict[str, Callable[..., Any]] = {
-        "gather": _gather,
-        "gather_for_metrics": _gather_for_metrics,
-        "reduce": _reduce,
+        "gather": _gather_distinct_samples,
+        "gather_for_metrics": _gather_distinct_samples_for_metrics,
+        "reduce": _reduce_distinct_samples,
         "clip_grad_norm_": _clip_grad_norm,
         "get_state_dict": _get_state_dict,
         "unwrap_model": _unwrap_model,
@@ -328,7 +328,7 @@ def _gather_full_tensors(data: Any) -> Any:
 
 
 def _drop_repeated_shards(data: Any, shards: DataShards) -> Any:
-    """Drop repeated shards from tensors gathered from all ranks: each sample occurs once."""
+    """Keep one copy of each data shard in tensors that were gathered from all ranks."""
     world = dist.get_world_size()
     if shards.count == world:
         return data
@@ -343,7 +343,7 @@ def _drop_repeated_shards(data: Any, shards: DataShards) -> Any:
     return pytree.tree_map(distinct, data)
 
 
-def _gather(accelerator: Any, tensor: Any) -> Any:
+def _gather_distinct_samples(accelerator: Any, tensor: Any) -> Any:
     shards, tensor = accelerator.shardwright_shards, _gather_full_tensors(tensor)
     # Every rank has the values of all samples.
     if shards.count == 1:
@@ -351,7 +351,9 @@ def _gather(accelerator: Any, tensor: Any) -> Any:
     return _drop_repeated_shards(type(accelerator).gather(accelerator, tensor), shards)
 
 
-def _gather_for_metrics(accelerator: Any, input_data: Any, use_gather_object: bool = False) -> Any:
+def _gather_distinct_samples_for_metrics(
+    accelerator: Any, input_data: Any, use_gather_object: bool = False
+) -> Any:
     if accelerator.shardwright_shards.count == 1:
         return _gather_full_tensors(input_data)
     # Calls `gather` above, and leaves out the samples that fill the last batch.
@@ -360,7 +362,9 @@ def _gather_for_metrics(accelerator: Any, input_data: Any, use_gather_object: bo
     )
 
 
-def _reduce(accelerator: Any, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+def _reduce_distinct_samples(
+    accelerator: Any, tensor: Any, reduction: str = "sum", scale: float = 1.0
+) -> Any:
     shards, tensor = accelerator.shardwright_shards, _gather_full_tensors(tensor)
     copies = accelerator.num_processes // shards.count
     reduced = type(accelerator).reduce(accelerator, tensor, reduction, scale)
@@ -369,7 +373,8 @@ def _reduce(accelerator: Any, tensor: Any, reduction: str = "sum", scale: float 
         return reduced
 
     def of_distinct_samples(value: Any) -> Any:
-        """Divide a sum by the number of ranks with equal samples; integers are rounded down."""
+        """Divide a sum over ranks by the number of ranks with equal samples, rounding integers
+        down."""
         if not isinstance(value, Tensor):
             return value
         is_count = not (value.is_floating_point() or value.is_complex())

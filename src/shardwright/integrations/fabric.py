@@ -104,7 +104,7 @@ class FabricStrategy(PlannedModelsStrategy, FabricDDPStrategy):  # type: ignore[
         self._planned_models.count_once(metric)
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        return self._reduce_over_data_shards(tensor, reduce_op)
+        return self._reduce_over_distinct_samples(tensor, reduce_op)
 
     # Checkpoints
 
@@ -168,7 +168,7 @@ class _NoBackwardSyncControl:
 def _split_checkpoint_state(
     state: dict[str, Any],
 ) -> tuple[str, nn.Module, dict[str, Optimizer], dict[str, Any]]:
-    """Split a Fabric checkpoint state into model key, model, optimizers and other entries.
+    """Split a Fabric checkpoint state into (key of the model, model, optimizers, other entries).
 
     Raises:
         CheckpointError: if the state does not have exactly one model.

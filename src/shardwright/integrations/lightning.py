@@ -110,7 +110,7 @@ class ShardwrightStrategy(PlannedModelsStrategy, DDPStrategy):  # type: ignore[m
     # Metrics
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        return self._reduce_over_data_shards(tensor, reduce_op)
+        return self._reduce_over_distinct_samples(tensor, reduce_op)
 
     # Checkpoints
 

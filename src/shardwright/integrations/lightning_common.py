@@ -52,7 +52,7 @@ class PlannedModelsStrategy:
     def process_dataloader(self, dataloader: Any) -> Any:
         return self._planned_models.check_loader(dataloader)
 
-    def _reduce_over_data_shards(self, tensor: Any, reduce_op: Any) -> Any:
+    def _reduce_over_distinct_samples(self, tensor: Any, reduce_op: Any) -> Any:
         # `DDPStrategy` reduces by this function too; only the group differs.
         return self._planned_models.reduce(tensor, reduce_op, _sync_ddp_if_available)
 

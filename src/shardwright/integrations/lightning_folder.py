@@ -34,7 +34,7 @@ from shardwright.errors import CheckpointError
 from shardwright.integrations.full_state import has_stages
 
 METADATA_FILE = "meta.pt"
-"""Metadata file: all checkpoint entries other than models and optimizers; Lightning's name."""
+"""Lightning's name of the file with all checkpoint entries other than models and optimizers."""
 
 
 def is_distributed_checkpoint(path: Path) -> bool:
@@ -74,7 +74,7 @@ def save_folder(
             partial.mkdir(parents=True)
         except OSError as error:
             problem = str(unwritable_error(path, error))
-    _raise_on_all_ranks(problem)
+    _raise_error_of_rank_0(problem)
     writer = FileSystemWriter(partial)
     writer.fs = ChecksumFileSystem()  # It keeps the cause of a failed write.
     try:
@@ -93,11 +93,11 @@ def save_folder(
         except Exception as error:  # Any error must reach the other ranks, which wait below.
             problem = f"{path}: {error}"
     # Reached by all ranks, so that none looks for the folder before it has its name.
-    _raise_on_all_ranks(problem)
+    _raise_error_of_rank_0(problem)
 
 
 def _rename_to_final_path(partial: Path, path: Path) -> None:
-    """Rename the complete checkpoint `partial` to `path`, then remove the one it replaces."""
+    """Rename the complete checkpoint `partial` to `path`, and remove an earlier one at `path`."""
     # The earlier checkpoint keeps some name until the new one has its own.
     replaced = path.with_name(f"{path.name}.removed")
     _remove_file_or_folder(replaced)
@@ -115,8 +115,8 @@ def _remove_file_or_folder(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _raise_on_all_ranks(problem: str) -> None:
-    """Raise CheckpointError with the message of rank 0, unless it is empty. Collective."""
+def _raise_error_of_rank_0(problem: str) -> None:
+    """Raise CheckpointError with rank 0's `problem` unless that is empty. Collective."""
     if problem := value_of_rank(problem):
         raise CheckpointError(problem)
 

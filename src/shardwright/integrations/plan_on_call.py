@@ -102,7 +102,7 @@ def plan_on_first_call(
                 context(),
             ):
                 # Options may name another number of devices.
-                arguments = {"devices": _world_size(), **options}
+                arguments = {"devices": _get_world_size(), **options}
                 plan = plan_model(self, args, kwargs, **arguments)
                 log.info("planned %s:\n%s", user_class.__name__, plan)
                 parallel = parallelize(self, plan, device)
@@ -226,5 +226,5 @@ class _LossWithStoredGradients(torch.autograd.Function):
         return torch.zeros_like(gradient), None, None, None
 
 
-def _world_size() -> int:
+def _get_world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1

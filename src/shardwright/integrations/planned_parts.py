@@ -158,19 +158,20 @@ class PlannedModels:
         return gather(value, group=self._group, sync_grads=sync_grads)
 
 
-def _toggle_state(net: nn.Module) -> dict[nn.Parameter, bool]:
-    """Return the `requires_grad` values that `LightningModule.toggle_optimizer` restores later."""
+def _get_toggle_state(net: nn.Module) -> dict[nn.Parameter, bool]:
+    """Return the `requires_grad` values that `LightningModule.untoggle_optimizer` will restore."""
     state: dict[nn.Parameter, bool] = getattr(net, "_param_requires_grad_state", {})
     return state
 
 
 @contextmanager
 def _without_toggled_optimizer(net: nn.Module) -> Iterator[None]:
-    """Context in which no parameter of `net` is frozen by `toggle_optimizer`.
+    """Context that unfreezes the parameters of `net` that `toggle_optimizer` has frozen.
 
-    A step toggles before the first call of a model, which would be planned as if it were frozen.
+    A training step may toggle before the first call of a model, which plans the model: the plan
+    must not treat these parameters as frozen.
     """
-    state = _toggle_state(net)
+    state = _get_toggle_state(net)
     toggled = {parameter: parameter.requires_grad for parameter in state}
     for parameter, requires_grad in state.items():
         parameter.requires_grad_(requires_grad)
@@ -182,10 +183,12 @@ def _without_toggled_optimizer(net: nn.Module) -> Iterator[None]:
 
 
 def _toggle_planned_parameters(net: nn.Module, parallel: ParallelModule) -> None:
-    """Freeze planned parameters as the ones that they replace, and let `untoggle_optimizer` restore
-    them."""
+    """Freeze planned parameters if `toggle_optimizer` froze the parameters that they replace.
+
+    `untoggle_optimizer` then restores the planned parameters.
+    """
     planned = planned_parameters_by_origin(parallel)
-    state = _toggle_state(net)
+    state = _get_toggle_state(net)
     for parameter in list(state):
         new = planned.get(origin_of(parameter))
         if new is not None and new is not parameter:

@@ -65,15 +65,15 @@ class DataShards:
         """
         strategy = options.get("dataset_strategy", FULL_BATCHES)
         if strategy == FULL_BATCHES:
-            return _unsharded_batch()
+            return _make_unsharded_data_shards()
         # With stages several ranks read one shard, and only the plan tells which.
         if strategy == LOCAL_BATCHES and options.get("stages", 1) == 1:
-            ranks = tuple((rank,) for rank in range(_world_size()))
-            return DataShards(len(ranks), _rank(), ranks)
+            ranks = tuple((rank,) for rank in range(_get_world_size()))
+            return DataShards(len(ranks), _get_rank(), ranks)
         raise PlanError(
             f"dataset_strategy={strategy!r} needs a plan, which determines the samples of each"
             " rank\nplan the model first and pass the plan:"
-            f" `plan=sw.plan(net, batch, devices={_world_size()}, dataset_strategy=...)`"
+            f" `plan=sw.plan(net, batch, devices={_get_world_size()}, dataset_strategy=...)`"
         )
 
     def group_of_distinct_samples(self) -> dist.ProcessGroup | None:
@@ -83,18 +83,18 @@ class DataShards:
         """
         if self.count == 1:
             return None
-        if self.count == _world_size():
+        if self.count == _get_world_size():
             return dist.group.WORLD
         group_of_rank = None
         # All ranks create all groups, since `new_group` is collective. The i-th owners of all
         # shards form one group.
         for ranks in zip(*self.owners, strict=True):
             group = dist.new_group(list(ranks))
-            group_of_rank = group if _rank() in ranks else group_of_rank
+            group_of_rank = group if _get_rank() in ranks else group_of_rank
         return group_of_rank
 
     def check_loader(self, loader: Any) -> None:
-        """Check that a loader's samplers divide samples over ranks as the plan does, or not at all.
+        """Check that no sampler of a loader divides samples over ranks differently than the plan.
 
         Raises:
             DataError: if a sampler divides samples, but the plan needs the full batch on every rank
@@ -138,7 +138,7 @@ def _divide_batch_by_cuts(mesh: Layout, input_cuts: Mapping[str, CutAxes]) -> Da
     # The first entry has the axes that shard the batch dimension.
     axes = {cut[0] for cut in input_cuts.values() if any(cut)}
     if not axes:
-        return _unsharded_batch()
+        return _make_unsharded_data_shards()
     if len(axes) > 1 or any(any(cut[1:]) for cut in input_cuts.values()):
         raise DataError(
             "`dataset_strategy` of the plan shards inputs over different axes, or along other"
@@ -147,16 +147,16 @@ def _divide_batch_by_cuts(mesh: Layout, input_cuts: Mapping[str, CutAxes]) -> Da
         )
     layout = TensorLayout(mesh, (axes.pop(),))
     # All stages of a pipeline have the same device matrix, and read the same samples.
-    shards = [layout.block(rank % mesh.num_devices)[0] for rank in range(_world_size())]
+    shards = [layout.block(rank % mesh.num_devices)[0] for rank in range(_get_world_size())]
     owners = tuple(
         tuple(rank for rank, shard in enumerate(shards) if shard == index)
         for index in range(layout.shard_counts[0])
     )
-    return DataShards(len(owners), shards[_rank()], owners)
+    return DataShards(len(owners), shards[_get_rank()], owners)
 
 
-def _unsharded_batch() -> DataShards:
-    return DataShards(1, 0, (tuple(range(_world_size())),))
+def _make_unsharded_data_shards() -> DataShards:
+    return DataShards(1, 0, (tuple(range(_get_world_size())),))
 
 
 LOADER_PARTS = ("base_dataloader", "batch_sampler", "sampler", "dataset")
@@ -165,7 +165,7 @@ LOADER_PARTS = ("base_dataloader", "batch_sampler", "sampler", "dataset")
 
 
 def _iterate_loader_divisions(loader: Any) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Yield class name and (number of shards, shard index) of each sampler that divides samples.
+    """Yield (class name, (number of shards, shard index)) of each sampler that divides samples.
 
     `DistributedSampler` has the attributes `num_replicas` and `rank`; samplers and datasets of
     Accelerate have `num_processes` and `process_index`. Includes samplers inside batch samplers.
@@ -222,9 +222,9 @@ def share_order(loader: Any) -> None:
         batches.sampler = SharedOrder(sampler)
 
 
-def _rank() -> int:
+def _get_rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def _world_size() -> int:
+def _get_world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1

@@ -154,7 +154,7 @@ def _divide_batch_over_loaders(num_ranks: int, num_loaders: int) -> DataShards:
 
 
 def _derive_plan_options(shards: DataShards, training: Any) -> dict[str, Any]:
-    """Return the options of `sw.plan` that follow from torchtitan's configuration."""
+    """Return `devices`, `dataset_strategy` and `compute_dtype` for torchtitan's configuration."""
     ranks_per_loader = len(shards.owners[0])
     # Replicated over `tp`, whose neighboring ranks read the same samples.
     by_ranks = Layout((shards.count, ranks_per_loader), ("dp", "tp"))("dp", "None")
@@ -202,12 +202,12 @@ def _make_decoder_arguments(
 
 
 def _scale_mean_gradients_to_sum(net: ParallelModule, shards: DataShards) -> None:
-    """Make `net` multiply gradients by the number of data shards: from mean to sum of losses.
+    """Make `net` multiply its gradients by the number of data shards.
 
     torchtitan expects gradients of the sum of the ranks' losses, since each rank divides its loss
-    by the number of tokens of all ranks. A planned model computes gradients of the mean. If the
-    loss calls the output layer itself (`_skip_lm_head`), the layer's gradients are added in the
-    backward pass of the hidden states.
+    by the number of tokens of all ranks. A planned model computes gradients of their mean. If the
+    loss calls the output layer itself (`_skip_lm_head`), the backward pass of the hidden states
+    adds the layer's gradients.
     """
     planned_class: Any = type(net)
     forward_as_planned = planned_class.forward

@@ -22,8 +22,8 @@ from shardwright.errors import CheckpointError
 from shardwright.integrations.full_state import full_optimizer_state
 
 STATE_FOLDER = "shardwright"
-"""Subfolder of a `Trainer` checkpoint for the sharded optimizer state, and for trained parameters
-that are not in `Trainer`'s model files."""
+"""Subfolder of a `Trainer` checkpoint with the sharded optimizer state, and with trained parameters
+that `Trainer`'s model files omit."""
 
 OPTIMIZER_FILE, SCHEDULER_FILE, RANDOM_FILE = "optimizer.pt", "scheduler.pt", "rng_state.pth"
 """Files from which a plain `Trainer` on one process resumes optimizer, learning rate scheduler and

@@ -331,9 +331,9 @@ class ShardwrightTrainer(Trainer):  # type: ignore[misc]
         return _gather_full_tensors(super().prediction_step(model, inputs, *args, **kwargs))
 
     def _truncate_last_batch(self, data: Any, *_: Any, **__: Any) -> Any:
-        """Drop the rows that pad the last batch; replaces Accelerate's `gather_for_metrics`.
+        """Remove the padding rows of the last batch, in place of Accelerate's `gather_for_metrics`.
 
-        Nothing is gathered, because every process has the global batch.
+        Gathers nothing, because every process has the global batch.
         """
         rows = self._batch_rows
         if rows is None or not self.accelerator.gradient_state.end_of_dataloader:

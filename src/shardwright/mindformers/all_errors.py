@@ -26,10 +26,10 @@ class AllErrors:
     _wrong_keys: list[str] = field(default_factory=list)
 
     def read(self, reader: Callable[[], _Result]) -> _Result | None:
-        """Call `reader` repeatedly to collect its errors; return its result, or None on an error.
+        """Call `reader` to collect its errors; return its result, or None after an error.
 
-        Each call treats one more invalid key as missing. An error whose message names an earlier
-        invalid key is dropped, as it may be a consequence.
+        Each error repeats the call with the invalid key treated as missing. An error whose message
+        names an earlier invalid key is dropped, as it may be a consequence.
 
         Raises:
             UnsupportedModelError: immediately, as no other error matters then.
@@ -42,7 +42,7 @@ class AllErrors:
                 raise
             except InvalidKeyError as error:
                 is_repeated = error.key in self._wrong_keys
-                self._add_error(error, error.key)
+                self._collect_error(error, error.key)
                 # The key is required: treated as missing, it fails again.
                 if is_repeated:
                     return None
@@ -50,10 +50,10 @@ class AllErrors:
                 # Without this key the reader goes on to later ones.
                 self.keys.ignore(error.key)
             except ConfigError as error:
-                self._add_error(error)
+                self._collect_error(error)
                 return None
 
-    def _add_error(self, error: ConfigError, key: str | None = None) -> None:
+    def _collect_error(self, error: ConfigError, key: str | None = None) -> None:
         # Without the error's own key, which would match itself.
         message = str(error).replace(f"{key}: ", "", 1)
         # Messages name other keys without their sections.

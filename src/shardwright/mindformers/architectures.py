@@ -43,7 +43,7 @@ _UNSUPPORTED_TASKS: Mapping[str, str] = {
     "Bert": "reads a text in both directions",
     "T5": "has an encoder",
 }
-"""Why architectures are not supported, by prefix of their names: the end of an error message."""
+"""Reason why an architecture is not supported, by prefix of its name; ends an error message."""
 
 
 def read_architecture(arch: Keys) -> tuple[str, Positions, str]:

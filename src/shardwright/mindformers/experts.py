@@ -109,8 +109,10 @@ def _read_deepseek_v2(section: Keys, config: Keys) -> tuple[str, dict[str, Any]]
 
 
 def _read_deepseek_v3(section: Keys, config: Keys) -> tuple[str, dict[str, Any]]:
-    """Read the experts of a DeepSeek-V3 file: its sigmoid router, or a softmax router, the default
-    of MindFormers, with which the model is built as DeepSeek-V2."""
+    """Read the model family and the experts of a DeepSeek-V3 file.
+
+    With a softmax router, the default of MindFormers, the model is built as DeepSeek-V2.
+    """
     if not section.flag("use_gating_sigmoid", False):
         return _read_deepseek_v2(section, config)
     method = section.string("topk_method", "greedy", valid=("greedy", "noaux_tc"))

@@ -33,7 +33,7 @@ _FAMILY_KEYS: Mapping[str, Mapping[str, str]] = {
         "rms_norm_eps": "layernorm_epsilon",
     },
 }
-"""Keys of model sizes that a family names differently than LLaMA: by family and LLaMA's key."""
+"""For each family with other key names than LLaMA: its name of each key, by LLaMA's name."""
 
 _ONLY_VALUES: Mapping[str, bool | float] = {
     "rotary_pct": 1.0,
@@ -248,8 +248,8 @@ _ROPE_SCALING: Mapping[str, tuple[str, tuple[str, ...]]] = {
         ),
     ),
 }
-"""`rope_type` of `transformers`, and the keys of the section `scaling_factor`, by `extend_method`;
-no keys if `scaling_factor` is a number."""
+"""For each `extend_method`: `rope_type` of `transformers`, and the keys of the section
+`scaling_factor`; no keys if `scaling_factor` is a number."""
 
 
 def _read_rope_base(config: Keys, config_type: str, notes: list[str]) -> float:
@@ -268,7 +268,7 @@ def _read_rope_base(config: Keys, config_type: str, notes: list[str]) -> float:
 
 
 def read_dtype(config: Keys, name: str, default: str, notes: list[str]) -> str:
-    """Read a dtype; float16 is replaced with bfloat16, whose range needs no loss scaling.
+    """Read a dtype; return bfloat16 instead of float16, which would need loss scaling.
 
     Args:
         default: dtype if the key is missing.

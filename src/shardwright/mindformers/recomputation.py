@@ -171,7 +171,7 @@ def _parse_blocks(section: Keys, name: str, value: Any, stages: int, chunks: int
 def _read_operator_patterns(
     section: Keys, name: str, stages: int, chunks: int
 ) -> Mapping[str, StageBlocks] | None:
-    """Read the name patterns of operators to recompute, each with the blocks that it applies to.
+    """Read the blocks in which operators are recomputed, by name pattern of the operators.
 
     Patterns in a list apply to all blocks. Returns None if the value is neither a mapping nor a
     list of patterns.
@@ -191,10 +191,10 @@ def _read_operator_patterns(
 def _match_op_types(
     section: Keys, patterns: Mapping[str, StageBlocks], notes: list[str]
 ) -> dict[str, StageBlocks]:
-    """Map each operator type that a name pattern matches to the blocks that recompute it.
+    """Map operator types to the blocks that recompute them, according to name patterns.
 
     Raises:
-        ConfigError: if two patterns match one operator type, but have different blocks.
+        ConfigError: if two patterns with different blocks match the same operator type.
     """
     blocks_of_types: dict[str, StageBlocks] = {}
     for pattern, blocks in patterns.items():

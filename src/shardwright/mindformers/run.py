@@ -215,11 +215,11 @@ def _check_num_stages(config: Keys, parallelism: Parallelism, sizes: Dimensions)
 
 
 def _read_layers_per_chunk(keys: Keys, parallelism: Parallelism, layers: int) -> tuple[int, ...]:
-    """Return the number of transformer blocks in each pipeline chunk, in model order; a stage has
-    one chunk, or `pp_interleave_num` chunks with an interleaved schedule.
+    """Return the number of transformer blocks in each pipeline chunk, in model order.
 
-    With the key `offset`, each chunk has layers // chunks blocks plus its offset; without it, the
-    remainder of the division is spread over the chunks.
+    A stage has one chunk, or `pp_interleave_num` chunks with an interleaved schedule. With the key
+    `offset`, each chunk has layers // chunks blocks plus its offset; without the key, the remainder
+    of the division is spread over the chunks.
     """
     config, stages = keys.section("model").section("model_config"), parallelism.stages
     # Blocks of multi-token prediction, which are not built, are the last ones.

@@ -133,7 +133,7 @@ def _read_optimizer(keys: Keys, notes: list[str]) -> dict[str, Any]:
         "name": "adamw",
         "learning_rate": _read_learning_rate(section, keys.section("lr_schedule"), notes),
         "schedule": _read_lr_schedule(keys),
-        "betas": _read_betas(section),
+        "betas": _read_adam_betas(section),
         "eps": section.number("eps", 1e-8, above=0),
         "weight_decay": section.number("weight_decay", 0.0, minimum=0),
         # MindFormers decays neither biases nor the weights of normalization layers.
@@ -142,7 +142,7 @@ def _read_optimizer(keys: Keys, notes: list[str]) -> dict[str, Any]:
     }
 
 
-def _read_betas(section: Keys) -> list[float]:
+def _read_adam_betas(section: Keys) -> list[float]:
     """Read the two betas of Adam: the keys `beta1` and `beta2`, or `betas`."""
     betas = section.any("betas")
     if betas is None:
@@ -165,8 +165,7 @@ def _read_betas(section: Keys) -> list[float]:
 
 
 def _read_learning_rate(optimizer: Keys, schedule: Keys, notes: list[str]) -> float:
-    """Read the peak learning rate; a rate in the schedule overrides the rate of the optimizer, as
-    in MindFormers."""
+    """Read the peak learning rate from `lr_schedule`, or else from `optimizer`, as MindFormers."""
     section = schedule if schedule.has("learning_rate") else optimizer
     if not section.has("learning_rate"):
         raise section.error(
@@ -239,7 +238,7 @@ class Batch:
     def micro_batches(self) -> int:
         """Return the number of micro-batches of a step."""
         # Interleaved parts of a batch are micro-batches as well.
-        return self.interleave * self._get_accumulation_key_and_steps()[1]
+        return self.interleave * self._get_num_steps_option()[1]
 
     def global_batch(self, devices: int) -> int:
         """Return the global batch size in samples."""
@@ -250,7 +249,7 @@ class Batch:
     def formula(self, devices: int) -> str:
         """Return the formula of the global batch size as text, with the values of the file."""
         full_batch = self.parallelism.full_batch
-        steps_name, steps = self._get_accumulation_key_and_steps()
+        steps_name, steps = self._get_num_steps_option()
         replicas_name = "data_parallel" if full_batch else "devices"
         replicas = self.parallelism.data_parallel if full_batch else devices
         return (
@@ -258,9 +257,9 @@ class Batch:
             f" {replicas} · micro_batch_interleave_num {self.interleave} · {steps_name} {steps}"
         )
 
-    def _get_accumulation_key_and_steps(self) -> tuple[str, int]:
-        """Return configuration key and value of the number of micro-batches (with a pipeline) or of
-        gradient accumulation steps (without)."""
+    def _get_num_steps_option(self) -> tuple[str, int]:
+        """Return (configuration key, value) of the number of micro-batches with a pipeline,
+        otherwise of the number of gradient accumulation steps."""
         if self.parallelism.pipelined:
             return "micro_batch_num", self.parallelism.micro_batch_num
         return "gradient_accumulation_steps", self.gradient_accumulation_steps

@@ -30,7 +30,7 @@ def translate_run(run: LanguageRun, devices: int) -> Config:
         "optimizer": run.training.optimizer,
         "parallel": {
             **_make_parallel_section(run),
-            **_make_hsdp_and_recompute_sections(run),
+            **_make_memory_options(run),
             **_make_compute_dtype_key(run.model),
             "memory_limit": run.memory_limit,
             # A missing key is "" in `LanguageRun`, and None in a configuration.
@@ -83,7 +83,7 @@ def _make_parallel_section(run: LanguageRun) -> dict[str, Any]:
     return section
 
 
-def _make_hsdp_and_recompute_sections(run: LanguageRun) -> dict[str, Any]:
+def _make_memory_options(run: LanguageRun) -> dict[str, Any]:
     sharding, recompute = run.parallelism.sharding, run.training.recompute
     section: dict[str, Any] = {}
     if sharding is not None:
@@ -125,15 +125,15 @@ def _make_recompute_section(run: LanguageRun) -> dict[str, Any]:
 
 
 def _make_compute_dtype_key(model: MindFormersModel) -> dict[str, str]:
-    """Return the key `compute_dtype` with its value for mixed precision (float32 parameters, 16-bit
-    matrix products); otherwise an empty dict."""
+    """Return {"compute_dtype": value} for mixed precision, float32 parameters with 16-bit matrix
+    products; otherwise an empty dict."""
     if model.param_dtype == "float32" and model.compute_dtype != "float32":
         return {"compute_dtype": model.compute_dtype}
     return {}
 
 
 def _list_recomputed_op_types(model: MindFormersModel) -> list[str]:
-    """Return a block's operator types whose outputs are large and cheap to recompute."""
+    """Return the operator types of selective recomputation: large outputs, cheap to recompute."""
     # Fused attention saves no softmax output.
     sizes, softmax = model.sizes, ["softmax"] if model.attention == "explicit" else []
     if sizes.family == "gpt" and sizes.activation != "fast_gelu":

@@ -122,9 +122,9 @@ def _compute_attention_for_transformers(
 
 
 def _build_mask_for_transformers(**options: Any) -> Tensor | None:
-    """Build the attention mask with `transformers`; None if plain causal attention suffices.
+    """Build the attention mask of `transformers`; None if the model needs only a causal mask.
 
-    Sliding windows, padding and special cases of models need the mask.
+    Sliding windows, padding and some models need other masks.
     """
     from transformers.masking_utils import sdpa_mask
 

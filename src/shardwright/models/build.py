@@ -68,7 +68,7 @@ def build(
     )
     if sizes.family not in FAMILIES:
         raise ConfigError(f"unknown family={sizes.family!r}\nuse one of {', '.join(FAMILIES)}")
-    net = FAMILIES[sizes.family](sizes, _check_attention_name(attention))
+    net = FAMILIES[sizes.family](sizes, _require_valid_attention(attention))
     if prefix is not None:
         _add_prefixes(net, prefix, lora)
     return _add_lora_and_cast(net, lora, dtype)
@@ -96,7 +96,7 @@ def build_hf(
     Raises:
         ConfigError: if the file or model does not exist, or no module matches `lora`.
     """
-    return _add_lora_and_cast(causal_lm(source, _check_attention_name(attention)), lora, dtype)
+    return _add_lora_and_cast(causal_lm(source, _require_valid_attention(attention)), lora, dtype)
 
 
 def example_batch(
@@ -120,7 +120,7 @@ def example_batch(
     return ids, ids
 
 
-def _check_attention_name(attention: Attention) -> Attention:
+def _require_valid_attention(attention: Attention) -> Attention:
     if attention not in get_args(Attention):
         valid = ", ".join(get_args(Attention))
         raise ConfigError(f"unknown attention={attention!r}\nuse one of {valid}")

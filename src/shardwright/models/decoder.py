@@ -123,8 +123,8 @@ MODEL_TYPES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "deepseek_v3": ("deepseek_v3", ("n_routed_experts", "num_experts_per_tok")),
     "deepseek_v2": ("deepseek_v2", ("n_routed_experts", "num_experts_per_tok")),
 }
-"""`model_type` of `transformers` by model family, and its configuration arguments for the number of
-experts, experts per token and expert width."""
+"""For each model family: `model_type` of `transformers`, and the names of its configuration
+arguments for the number of experts, experts per token and expert width."""
 
 
 def _make_hf_config_arguments(sizes: Dimensions, attention: Attention) -> dict[str, Any]:
@@ -151,7 +151,7 @@ def _make_hf_config_arguments(sizes: Dimensions, attention: Attention) -> dict[s
 
 
 def _add_telechat_biases(net: nn.Module) -> None:
-    """Add biases to the output projections, by which TeleChat differs from LLaMA."""
+    """Add biases to the output projections of attention and MLP, as TeleChat has."""
     for name, module in net.named_modules():
         if isinstance(module, nn.Linear) and name.endswith(("o_proj", "down_proj")):
             module.bias = nn.Parameter(torch.zeros(module.out_features))

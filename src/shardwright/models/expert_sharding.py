@@ -125,10 +125,10 @@ def _has_expert_weights(module: nn.Module) -> bool:
 
 
 def _list_expert_layouts(module: nn.Module, layout: Layout) -> tuple[TensorLayout | None, ...]:
-    """Return the layouts of an expert layer's inputs and parameters; None to derive a layout.
+    """Return the layouts of an expert layer's inputs, then of its parameters.
 
     The inputs are tokens, expert ids and routing weights; the parameters are the projections, then
-    the biases.
+    the biases. None leaves a layout to sharding propagation.
     """
     # Gate and up projections share a dimension: (2, width) if concatenated, (width, 2) if
     # interleaved. Only the width is sharded.
@@ -161,8 +161,8 @@ def tensor_parallel_dimensions(
     """Find the dimensions that `pin_expert` shards over `model_parallel` devices.
 
     Yields:
-        Path of the layer, name of the sharded dimension, and its size, which `model_parallel` must
-        divide.
+        (path of the layer, name of the dimension, size of the dimension); `model_parallel` must
+        divide the size.
     """
     for path, module in net.named_modules():
         name = path.rpartition(".")[2]

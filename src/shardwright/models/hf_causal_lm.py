@@ -60,7 +60,7 @@ def causal_lm(source: str | Path | Mapping[str, Any], attention: Attention) -> n
     # Raised for arguments that contradict each other.
     except (ValueError, TypeError) as error:
         raise ConfigError(
-            f"hf: cannot build a {config.model_type} model: {_first_line_of_error(error)}\n"
+            f"hf: cannot build a {config.model_type} model: {_get_first_line_of_error(error)}\n"
             "correct the arguments of the configuration"
         ) from error
 
@@ -101,7 +101,7 @@ def hf_config(source: str | Path | Mapping[str, Any]) -> Any:
             return AutoConfig.for_model(**source)
         except (ValueError, TypeError) as error:
             raise ConfigError(
-                f"hf: invalid configuration: {_first_line_of_error(error)}\n"
+                f"hf: invalid configuration: {_get_first_line_of_error(error)}\n"
                 "use the keys of a `config.json` of `transformers`"
             ) from None
     if not Path(source).exists():
@@ -112,7 +112,7 @@ def hf_config(source: str | Path | Mapping[str, Any]) -> Any:
         return AutoConfig.from_pretrained(source, local_files_only=True, trust_remote_code=False)
     except (ValueError, OSError) as error:
         raise ConfigError(
-            f"hf: cannot load {source}: {_first_line_of_error(error)}\n"
+            f"hf: cannot load {source}: {_get_first_line_of_error(error)}\n"
             "use a `config.json` of a model of `transformers`"
         ) from None
 
@@ -139,5 +139,5 @@ def hf_compute_dtype(source: str | Path | Mapping[str, Any]) -> str | None:
     return "bfloat16" if name in ("bfloat16", "float16") else None
 
 
-def _first_line_of_error(error: Exception) -> str:
+def _get_first_line_of_error(error: Exception) -> str:
     return str(error).strip().split("\n")[0]

@@ -320,10 +320,10 @@ def _compare_training(
     differences = Differences.between(
         train_program(run_planned, graph, state),
         eager_steps,
-        zeros=_find_parameters_used_by(graph, opaque),
+        zeros=_find_parameters_of_inputs(graph, opaque),
     )
     # The bytes of the first step, as all steps run the same program.
-    counted, bytes_planned = _select_sent_and_planned_bytes(partitioned, outcomes[0])
+    counted, bytes_planned = _select_stage_bytes(partitioned, outcomes[0])
     result = Check(
         loss=_get_first_loss(graph, eager_steps),
         loss_difference=differences.output,
@@ -340,7 +340,7 @@ def _compare_training(
     if random_names or differences.largest <= TOLERANCE or not finds_cause:
         return result
     # Finding the cause takes several more training runs, so only differences are investigated.
-    _check_custom_operators(graph, eager)
+    _refuse_untagged_random_operators(graph, eager)
     # Without cuts every value is replicated, so that the graph runs on one device.
     alone = replace(partitioned, decisions=Decisions(cuts={}, storage={}))
     whole_batch_values = GlobalBatchValues(alone, Devices.of_rank(partitioned.mesh, 0))(
@@ -362,7 +362,7 @@ def _compare_training(
     return result if result.passes() else replace(result, cause=cause)
 
 
-def _check_custom_operators(graph: Graph, eager: EagerTraining) -> None:
+def _refuse_untagged_random_operators(graph: Graph, eager: EagerTraining) -> None:
     """Reject custom operators that draw random numbers without the tag `nondeterministic_seeded`.
 
     Raises:
@@ -371,7 +371,11 @@ def _check_custom_operators(graph: Graph, eager: EagerTraining) -> None:
     custom_operators = {str(op.target) for op in graph.ops if not _is_builtin_operator(op)}
     # Different with two seeds but equal with one: random numbers, and not kernels that vary from
     # run to run.
-    if custom_operators and _depends_on_seed(eager, 0, 1) and not _depends_on_seed(eager, 0, 0):
+    if (
+        custom_operators
+        and _differs_between_seeds(eager, 0, 1)
+        and not _differs_between_seeds(eager, 0, 0)
+    ):
         raise PlanError(
             f"custom operator {' or '.join(f'`{each}`' for each in sorted(custom_operators))} "
             "draws random numbers, but is not tagged as random, so ranks would draw different "
@@ -448,7 +452,7 @@ def _capture_micro_batch(
     )
 
 
-def _find_parameters_used_by(graph: Graph, operators: Sequence[str]) -> frozenset[str]:
+def _find_parameters_of_inputs(graph: Graph, operators: Sequence[str]) -> frozenset[str]:
     """Return the names of the parameters on which the inputs of `operators` depend."""
     read = {value for name in operators for value in graph.by_name[name].inputs}
     # Backwards, so that one pass over the operators suffices.
@@ -459,18 +463,18 @@ def _find_parameters_used_by(graph: Graph, operators: Sequence[str]) -> frozense
 
 
 def _find_random_ops(eager: EagerTraining) -> tuple[str, ...]:
-    """Return the names of operators that draw random numbers; empty if no result depends on them.
+    """Return the names of operators whose random numbers change outputs or gradients.
 
-    Gradients are compared too: outputs do not depend on a dropout before a layer of zeros.
+    Outputs alone do not suffice: after a layer of zeros they do not depend on an earlier dropout.
     """
     drawing = random_operators(eager.graph)
     names = tuple(op.name for op in eager.graph.ops if op.name in drawing or _has_random_tag(op))
     if not names:
         return ()
-    return names if _depends_on_seed(eager, 0, 1) else ()
+    return names if _differs_between_seeds(eager, 0, 1) else ()
 
 
-def _depends_on_seed(eager: EagerTraining, *seeds: int) -> bool:
+def _differs_between_seeds(eager: EagerTraining, *seeds: int) -> bool:
     """Whether training runs with two seeds differ."""
     first, second = (_train_with_seed(eager, seed) for seed in seeds)
     return Differences.between(first, second).largest > TOLERANCE
@@ -492,13 +496,12 @@ def _has_random_tag(op: Op) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(op.target, "tags", ())
 
 
-def _select_sent_and_planned_bytes(
+def _select_stage_bytes(
     partitioned: Partitioned, outcome: Outcome
 ) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return the counted and the planned bytes that one device sends, each (forward, backward).
+    """Return counted and planned bytes that a device of one stage sends, each (forward, backward).
 
-    The device is in a stage whose counted and planned bytes differ or, if all are equal, in the
-    stage with the most bytes.
+    Selects a stage in which the two differ; without one, the stage with the most bytes.
     """
     # Simulated stages do not count the inputs that the prologue gathers.
     gathered = prologue_bytes(partitioned, 0) if partitioned.pipeline.stages == 1 else 0

@@ -111,17 +111,17 @@ def decide_model(
         OSError: if `save_graphs` cannot be written.
     """
     if options.save_graphs is None:
-        return _search(options, net, args, kwargs, ranking)
+        return _search_best_candidate(options, net, args, kwargs, ranking)
     files = SavedGraphs(options.save_graphs)
     with files.saving_errors():
-        candidate = _search(options, net, args, kwargs, ranking, files)
+        candidate = _search_best_candidate(options, net, args, kwargs, ranking, files)
         # With `micro_batches="auto"` the last captured graph may be of another candidate.
         files.graph(candidate.model.graph)
         files.plan(candidate.plan())
     return candidate
 
 
-def _search(
+def _search_best_candidate(
     options: PlanOptions,
     net: nn.Module | Graph,
     args: tuple[Any, ...],

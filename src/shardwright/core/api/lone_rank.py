@@ -139,7 +139,7 @@ class LoneRank(LiveBytes):  # type: ignore[no-untyped-call]
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             return _make_placeholder_values((), args[0].dtype).item()
         if func is torch.ops.aten._to_copy.default and args[0].is_meta:
-            return _copy_from_meta_device(args[0], kwargs)
+            return _copy_meta_tensor(args[0], kwargs)
         return func(*args, **kwargs)
 
     def _track_operator_result(self, out: Tensor, args: tuple[Any, ...]) -> None:
@@ -201,7 +201,7 @@ def _make_collective_result(name: str, args: tuple[Any, ...]) -> Tensor:
     return x.clone()
 
 
-def _copy_from_meta_device(tensor: Tensor, kwargs: dict[str, Any]) -> Tensor:
+def _copy_meta_tensor(tensor: Tensor, kwargs: dict[str, Any]) -> Tensor:
     device = torch.device(kwargs.get("device") or "meta")
     if device.type == "meta":
         out: Tensor = torch.ops.aten._to_copy.default(tensor, **kwargs)

@@ -91,10 +91,10 @@ class MicroBatchCapture:
         return self._explain_batch_norm(graph), ()
 
     def _explain_batch_norm(self, graph: Graph) -> Graph:
-        """Return `graph` with the reason in `graph.whole_batch` that an error should give.
+        """Return `graph` with the reason that prevents micro-batches in `graph.whole_batch`.
 
-        If a batch norm prevents the split, but `batch_norm="per_micro_batch"` would not suffice,
-        this is the reason that remains with the option.
+        Replaces the reason "batch norm" by the reason that remains with
+        `batch_norm="per_micro_batch"`, if any: errors must not recommend an option that fails.
         """
         reason = graph.whole_batch
         if not (self.averages and isinstance(reason, str) and reason.endswith(OF_BATCH_NORMS)):
@@ -173,8 +173,8 @@ class MicroBatchCapture:
 
 
 def _may_have_better_batch_dims(graph: Graph) -> bool:
-    """Whether other batch dimensions may be better: micro-batches cannot compute the loss of the
-    global batch, or read slices of a tensor that is computed for the global batch."""
+    """Whether to try other batch dimensions: with the current ones micro-batches cannot compute
+    the loss of the global batch, or read slices of tensors computed for the global batch."""
     of_batch = graph.whole_batch
     if not isinstance(of_batch, WholeBatch):
         return isinstance(of_batch, str)

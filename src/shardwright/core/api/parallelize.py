@@ -89,10 +89,10 @@ def parallelize(
     calls = rank_calls() if are_all_ranks(plan.devices) else None
     with nullcontext() if calls is None else calls.call("parallelize", max_wait=WARN_AFTER):
         number = 1 if calls is None else calls.number_of("parallelize")
-        return _shard_in_place_or_copy(net, plan, device, copy, sync, release, named_ranges, number)
+        return _shard_model(net, plan, device, copy, sync, release, named_ranges, number)
 
 
-def _shard_in_place_or_copy(
+def _shard_model(
     net: nn.Module,
     plan: Plan,
     device: str | torch.device | None,
@@ -217,7 +217,7 @@ def _with_training_mode(net: nn.Module, training: bool) -> Iterator[None]:
 
 
 def _make_meta_arguments(plan: Plan) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return arguments with the shapes and dtypes of the planned inputs, as meta tensors.
+    """Return (args, kwargs) of a call with meta tensors of the planned shapes and dtypes.
 
     Raises:
         PlanError: if the plan's inputs cannot be read.

@@ -464,7 +464,7 @@ class AutoParallel(ModuleWrapper):
         self._write_on_rank_0(lambda plan: plan.save(path))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._get_or_make_planned_model(args, kwargs)(*args, **kwargs)
+        return self._get_planned_model(args, kwargs)(*args, **kwargs)
 
     def train_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """Run forward and backward passes of all micro-batches, and accumulate gradients.
@@ -476,7 +476,7 @@ class AutoParallel(ModuleWrapper):
         Returns:
             The loss of the global batch, a scalar on every rank.
         """
-        return self._get_or_make_planned_model(args, kwargs).train_step(*args, **kwargs)
+        return self._get_planned_model(args, kwargs).train_step(*args, **kwargs)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clip the total gradient norm over all devices and stages.
@@ -494,9 +494,7 @@ class AutoParallel(ModuleWrapper):
             raise PlanError(NOT_PLANNED)
         return self._parallel[0].clip_grad_norm_(max_norm)
 
-    def _get_or_make_planned_model(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> ParallelModule:
+    def _get_planned_model(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ParallelModule:
         """Return the planned model; the first call plans the model for these arguments."""
         if not self._parallel:
             # The planner needs the shapes of the global batch, a rank may have passed its local

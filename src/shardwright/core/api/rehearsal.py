@@ -63,7 +63,7 @@ class RankRehearsal:
         traffic: calls and bytes of the last training step, by collective.
         sent_bytes: bytes that the rank sent in each step.
         planned_bytes: predicted bytes that the rank sends per step, including all-gathers of inputs
-            from which values of the global batch are computed.
+            for operators on the global batch.
         parameter_bytes, optimizer_bytes: bytes of the rank's shards of parameters and of optimizer
             state.
         peak_bytes: peak bytes of live tensors in a step.

@@ -19,8 +19,7 @@ from shardwright.core.plan import Plan
 
 
 def are_all_ranks(devices: int) -> bool:
-    """Whether a process group of `devices` ranks with a real backend is running, and `devices` is
-    more than 1."""
+    """Whether a real process group, not a simulated one, of `devices` > 1 ranks is running."""
     return devices > 1 and has_other_ranks() and dist.get_world_size() == devices
 
 

@@ -131,11 +131,11 @@ class Rounding(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _compute_gradient_difference(
     got: Tensor | None, expected: Tensor | None, *, is_zero: bool
 ) -> float:
-    """Return the relative difference of two gradients, one of which may be missing.
+    """Return the relative difference of two gradients, of which one may be None.
 
     Args:
         got: the gradient to compare.
-        expected: the reference.
+        expected: the reference gradient.
         is_zero: whether a missing gradient counts as zeros; otherwise the difference is infinite.
     """
     if got is not None and expected is not None:
@@ -216,7 +216,7 @@ class EagerTraining:
             self.module.zero_grad()
             with self._with_planned_batch_norms():
                 roots = (
-                    self._get_loss_roots()
+                    self._compute_loss_roots()
                     if self.trains_loss
                     else self._select_output_tensors(self.calls[0])
                 )
@@ -238,10 +238,9 @@ class EagerTraining:
 
     @contextmanager
     def _with_planned_batch_norms(self) -> Iterator[None]:
-        """Context manager in which batch norms normalize each micro-batch by its own statistics.
+        """Context manager in which batch norms compute statistics per micro-batch, as planned.
 
-        On exit, running statistics have the values after one update per micro-batch of
-        `batch_norm_calls`.
+        On exit, running statistics have been updated once by each of `batch_norm_calls`.
         """
         if not self.batch_norm_calls:
             yield
@@ -275,7 +274,7 @@ class EagerTraining:
         """
         args, kwargs = pytree.tree_unflatten(leaves, self.graph.in_spec)
         with EverythingInFloat64(), CastsToFloat64():  # type: ignore[no-untyped-call]
-            results = self._call_for_result_leaves(args, kwargs)
+            results = self._call_and_flatten_results(args, kwargs)
         tensors = [leaf for leaf in results if isinstance(leaf, Tensor)]
         shapes = [tuple(tensor.shape) for tensor in tensors]
         captured = [value.shape for value in self.graph.output_values]
@@ -289,7 +288,7 @@ class EagerTraining:
             )
         return tensors
 
-    def _call_for_result_leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    def _call_and_flatten_results(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         python = self.graph.python
         if python is None:
             leaves: list[Any] = pytree.tree_leaves(_call_forward(self.module, args, kwargs))
@@ -308,7 +307,7 @@ class EagerTraining:
         return results
 
     def _assign_replaced_buffers(self, module_copy: nn.Module) -> None:
-        """Assign to the module the buffers that a call replaced in `module_copy`."""
+        """Assign the updated buffers of `module_copy`, after a call of the copy, to the module."""
         updated = {buffer.name for buffer, _ in self.graph.updates}
         for name, buffer in module_copy.named_buffers():
             if name in updated:
@@ -316,7 +315,7 @@ class EagerTraining:
                 # Not copied in place: the backward pass may read the former values.
                 setattr(self.module.get_submodule(owner), attribute, buffer.detach())
 
-    def _get_loss_roots(self) -> list[Tensor]:
+    def _compute_loss_roots(self) -> list[Tensor]:
         loss_index = self.graph.output_values.index(self.graph.loss)
         # One call for each micro-batch whose loss is summed, or a single one.
         return [

@@ -44,7 +44,7 @@ def whole_example(
 def _get_input_shard_counts(
     options: KeywordOptions, tensors: list[Tensor]
 ) -> list[tuple[int, ...]]:
-    """Return the number of shards of each dimension of each input tensor."""
+    """Return, for each input tensor, the number of shards of each dimension."""
     strategy, stages = options.dataset_strategy, options.stages
     counts: list[tuple[int, ...]] = [(1,) * tensor.ndim for tensor in tensors]
     if strategy == "data_parallel":

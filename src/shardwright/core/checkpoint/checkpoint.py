@@ -155,9 +155,9 @@ class Checkpoints:
         else:
             raise DamagedCheckpointError("; ".join(problems))
         if problems:
-            _warn_about_checkpoint(f"{'; '.join(problems)}: {folder} is used instead")
+            _issue_checkpoint_warning(f"{'; '.join(problems)}: {folder} is used instead")
         elif not info.files:
-            _warn_about_checkpoint(
+            _issue_checkpoint_warning(
                 f"{folder} has no checksums (checkpoint version 1): damage is not detected\nsave a "
                 "new checkpoint, which has checksums"
             )
@@ -223,7 +223,7 @@ class Checkpoints:
             # Ranks wait in it while others write their files, so its timeout is long.
             self._group = dist.new_group(backend=HOST_BACKEND, timeout=world_timeout())
         # Collective: no rank starts writing before rank 0 has cleared the leftovers.
-        problem = value_of_rank(self._lock_and_clear_folder(position.step))
+        problem = value_of_rank(self._prepare_folder_for_save(position.step))
         if problem is not None:
             raise CheckpointError(f"cannot save {self.path(position.step)}: {problem}")
         if self._group is not None:
@@ -244,7 +244,7 @@ class Checkpoints:
             else:
                 state_dict_saver.save(dict(tensors), **save_options)
 
-    def _lock_and_clear_folder(self, step: int) -> str | None:
+    def _prepare_folder_for_save(self, step: int) -> str | None:
         """Lock the folder and remove leftovers of crashed runs, on rank 0 only.
 
         The lock comes first, as files of another running process would look like leftovers.
@@ -498,5 +498,5 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, info: CheckpointInfo, fol
         )
 
 
-def _warn_about_checkpoint(message: str) -> None:
+def _issue_checkpoint_warning(message: str) -> None:
     warnings.warn(message, CheckpointWarning, stacklevel=4)

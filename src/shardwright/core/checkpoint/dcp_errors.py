@@ -13,15 +13,14 @@ from torch.distributed.checkpoint.api import CheckpointException
 from shardwright.errors import CheckpointError
 
 FULL_DISK_BYTES = 2**20
-"""Free bytes below which a disk counts as full, as file systems reserve some bytes."""
+"""A disk with fewer free bytes counts as full, because file systems reserve some bytes."""
 
 
 @contextmanager
 def convert_errors(path: Path) -> Iterator[None]:
     """Context manager that converts a `CheckpointException` of DCP to a `CheckpointError`.
 
-    The message is that of the first rank that failed. Unlike the RuntimeError of `torch.save`, it
-    says whether the disk is full.
+    The message has the error of the first rank that failed, and says whether the disk is full.
 
     Args:
         path: the folder of the checkpoint.

@@ -27,10 +27,10 @@ PROBE_BYTES = 4096
 full disk."""
 
 _LOCK_TEXT = "process "
-"""Start of the content of a lock file."""
+"""Text with which every lock file begins."""
 
 _NO_LINKS_OR_PIPES = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-"""Flags with which a link cannot be opened, and a pipe or device is opened without waiting."""
+"""Flags of `os.open` that refuse links, and open pipes and devices without waiting."""
 
 MAX_WAIT_SECONDS = 2.0
 """Maximum seconds to wait for a lock whose holder is about to exit."""
@@ -189,8 +189,7 @@ def _make_foreign_file_error(path: Path) -> LockError:
 
 
 def _descriptor_matches_path(path: Path, descriptor: int) -> bool:
-    """Whether the open file is still the file at `path`: the previous holder of the lock may have
-    removed it."""
+    """Whether `descriptor` refers to the file at `path`, which another run may have removed."""
     try:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except FileNotFoundError:

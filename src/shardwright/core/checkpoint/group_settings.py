@@ -37,7 +37,7 @@ def check_group_settings(
 ) -> None:
     """Check that saved settings have the types of the optimizer's own settings.
 
-    A step with a setting of another type would end in an error of the optimizer's arithmetic.
+    Otherwise a setting of another type would raise an error in the next optimizer step.
 
     Args:
         optimizer: the optimizer that the settings are loaded into.
@@ -56,7 +56,7 @@ def check_group_settings(
         )
     for index, (current, new) in enumerate(zip(optimizer.param_groups, saved, strict=True)):
         for key, value in new.items():
-            if key in current and not _has_type_of(value, current[key]):
+            if key in current and not _can_replace_setting(value, current[key]):
                 raise CheckpointError(
                     f"{folder}: `{key}` of parameter group {index} is {value!r}, which cannot"
                     f" replace {current[key]!r} of {class_name}\n"
@@ -68,12 +68,12 @@ def check_group_settings(
 def restored_groups(
     optimizer: Optimizer, current: list[dict[str, Any]], saved: Sequence[GroupSettings]
 ) -> list[dict[str, Any]]:
-    """Return the current parameter groups with saved settings, and warn about changed settings.
+    """Return an optimizer's parameter groups with the saved settings, and warn about changes.
 
     Args:
         optimizer: the optimizer.
         current: parameter groups of its state dict.
-        saved: settings that `check_group_settings` accepts.
+        saved: the saved settings of each group, checked by `check_group_settings`.
     """
     # Settings that the checkpoint lacks, such as those of a newer PyTorch, keep their current
     # value.
@@ -100,7 +100,7 @@ def restored_groups(
     return restored
 
 
-def _has_type_of(value: Any, current: Any) -> bool:
+def _can_replace_setting(value: Any, current: Any) -> bool:
     """Whether a saved JSON value can replace the current value of a setting."""
     if isinstance(current, Tensor):
         current = current.item() if current.numel() == 1 else current.tolist()
@@ -116,7 +116,7 @@ def _has_type_of(value: Any, current: Any) -> bool:
         return (
             isinstance(value, list | tuple)
             and len(value) == len(current)
-            and all(map(_has_type_of, value, current))
+            and all(map(_can_replace_setting, value, current))
         )
     return not isinstance(current, str) or isinstance(value, str)
 

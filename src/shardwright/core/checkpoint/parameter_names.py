@@ -34,9 +34,10 @@ def match_saved_names(
     new_adapters: bool = False,
     strict: bool = True,
 ) -> dict[str, str]:
-    """Map the name of each tensor of the model, of all pipeline stages, to the name in `saved`.
+    """Map the name of each tensor of the model, over all pipeline stages, to its name in `saved`.
 
-    Layers match with or without an adapter. The keys of tied tensors are their first names.
+    Names match even if an adapter wraps the layer only in the model or only in `saved`. A tied
+    tensor is listed once, under its first name.
 
     Args:
         net: the model, parallelized or not.
@@ -97,8 +98,9 @@ def unsaved_trained_names(net: nn.Module, saved: Iterable[str]) -> set[str]:
 
 
 def _map_model_names_to_saved(first: dict[str, str], saved: Iterable[str]) -> dict[str, str]:
-    """Map parameter names in the model to saved names; saved names that the model lacks map to
-    themselves.
+    """Map parameter names of the model to saved names, with or without the affixes of `peft`.
+
+    Saved names without a match in the model map to themselves.
 
     Args:
         first: the first name of each tensor of the model, by each of its (tied) names.

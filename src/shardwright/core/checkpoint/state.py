@@ -144,8 +144,8 @@ def restore_optimizer(
         net: the model, parallelized or not.
         optimizer: the optimizer, changed in place.
         tensors: the saved state of the parameters, by key.
-        groups: the saved settings of the parameter groups, as `check_group_settings` accepts them;
-            None to keep the optimizer's settings.
+        groups: the saved settings of each parameter group, checked by `check_group_settings`; None
+            to keep the optimizer's settings.
     """
     state_of_parameter: dict[str, dict[str, Tensor]] = {}
     for key, value in tensors.items():

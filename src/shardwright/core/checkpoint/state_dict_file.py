@@ -66,7 +66,7 @@ def save_state_dict(net: nn.Module, path: str | Path) -> None:
         CheckpointError: if `path` has another suffix, folders differ between ranks, or the format
             does not support a tensor.
     """
-    path = _check_suffix(Path(path))
+    path = _require_suffix(Path(path))
     tensors = checkpoint_state.model_tensors(net)
     if not _is_distributed(net, tensors):
         _write_model_file(net, path, lambda name: tensors[f"{checkpoint_state.MODEL}.{name}"])
@@ -121,11 +121,10 @@ def _remove_shards(folder: Path) -> None:
 
 
 def _find_foreign_file(folder: Path) -> str | None:
-    """Return the path of a foreign file, because of which `save_state_dict` must not write its
-    temporary shards to `folder`.
+    """Return the path of a user's file that `save_state_dict` could overwrite in `folder`.
 
-    The path is a file in `folder` that is not such a shard, or `folder` itself if it is not a
-    folder; None if `folder` can be used.
+    Any file in `folder` that is not a temporary shard is a user's file; `folder` itself if it is
+    not a folder. None if temporary shards can be written to `folder`.
     """
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
         return str(folder)
@@ -162,7 +161,7 @@ def load_state_dict(net: nn.Module, path: str | Path) -> None:
     """
     path = Path(path)
     # Sorted, so that the ranks divide the same list among themselves when they verify files.
-    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [_check_suffix(path)]
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [_require_suffix(path)]
     if not files and any(path.glob("*.bin")):
         raise CheckpointError(
             f"{path} has only .bin files, which every rank would have to read in full\n"
@@ -237,8 +236,7 @@ def _list_files_in_index(folder: Path) -> list[Path]:
 
 
 def _iterate_numbered_series(files: Sequence[Path]) -> Iterator[Path]:
-    """Yield all files of the numbered series, such as `-00001-of-00006`, to which `files`
-    belong."""
+    """Yield all files of each numbered series of `files`, such as `-00001-of-00006`."""
     for file in files:
         if match := re.fullmatch(r"(.*-)(\d+)-of-(\d+)", file.stem):
             name, digits, count = match.groups()
@@ -352,7 +350,7 @@ def _read_tensors(file: Path) -> dict[str, Tensor]:
     return content
 
 
-def _check_suffix(path: Path) -> Path:
+def _require_suffix(path: Path) -> Path:
     if path.suffix not in SUFFIXES:
         raise CheckpointError(
             f"{path}: unknown suffix {path.suffix!r}\nuse a path that ends in "

@@ -62,8 +62,7 @@ def complete_steps(folder: Path) -> list[int]:
 def checkpoint_folder(folder: Path, step: int) -> Path:
     """Return the folder of the complete checkpoint of `step` in the folder of a run.
 
-    It is `step-N`, unless a crash interrupted the replacement of an earlier checkpoint of the step
-    between the two renames.
+    This is `step-N`, or the renamed earlier checkpoint if a crash interrupted its replacement.
     """
     path = folder / f"step-{step}"
     replaced = path.with_name(path.name + REPLACED)
@@ -143,7 +142,7 @@ class CheckpointReader(FileSystemReader):
 
 def _check_tensor_chunks(key: str, tensor: Any, storage: Mapping[MetadataIndex, Any]) -> None:
     """Raise ValueError if a chunk of a tensor is in no file, exceeds the bounds of the tensor, or
-    needs more bytes than its file has for it."""
+    is larger than its range of the file."""
     for chunk in tensor.chunks:
         # DCP identifies the chunks of a tensor by their offsets.
         info = storage.get(MetadataIndex(key, chunk.offsets))
@@ -166,7 +165,7 @@ def _check_tensor_chunks(key: str, tensor: Any, storage: Mapping[MetadataIndex, 
 def _covers_tensor(tensor: Any) -> bool:
     """Whether the chunks of a tensor contain each of its elements exactly once.
 
-    DCP would leave elements that no chunk contains as they were, without an error.
+    DCP ignores missing chunks: their elements would keep old values without an error.
     """
     chunks, size = tensor.chunks, tuple(tensor.size)
     if len(chunks) == 1:
@@ -176,12 +175,12 @@ def _covers_tensor(tensor: Any) -> bool:
     # are ±1 at the corners of each chunk: the sums must be those of a single chunk.
     corners = Counter[tuple[int, ...]]()
     for chunk in chunks:
-        _add_corners(corners, chunk.offsets, chunk.sizes, 1)
-    _add_corners(corners, (0,) * len(size), size, -1)
+        _count_chunk_corners(corners, chunk.offsets, chunk.sizes, 1)
+    _count_chunk_corners(corners, (0,) * len(size), size, -1)
     return not any(corners.values())
 
 
-def _add_corners(
+def _count_chunk_corners(
     corners: Counter[tuple[int, ...]], offsets: Sequence[int], sizes: Sequence[int], sign: int
 ) -> None:
     for ends in itertools.product((0, 1), repeat=len(sizes)):
@@ -386,7 +385,7 @@ def _remove_checkpoint(folder: Path) -> None:
 
 
 def _remove_folder(path: Path) -> None:
-    """Remove a folder of a checkpoint; of a link only the link, as its target is elsewhere."""
+    """Remove a folder of a checkpoint; remove only the link if `path` is a link to a folder."""
     if path.is_symlink():
         path.unlink()
     elif path.exists():

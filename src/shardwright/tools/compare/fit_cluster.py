@@ -23,11 +23,11 @@ from shardwright.tools.compare.published import PlannedMeasurement
 Vector = np.ndarray[tuple[int], np.dtype[np.float64]]
 
 TOLERANCE = 0.05
-"""Assumed relative error of published throughput; residuals are divided by it."""
+"""Assumed relative error of published throughput, the unit of the residuals of runs."""
 
 PRIOR_WEIGHT, PRIOR_WEIGHT_FEW_RUNS = 0.3, 1.0
-"""Weight of the prior if there are at least as many runs as fitted figures, and if there are fewer.
-The weight is the residual of a figure that is exp(`log_spread`) times its initial value."""
+"""Weights of the prior: with at least as many runs as fitted figures, and with fewer runs. The
+weight is the residual of a figure that is exp(`log_spread`) times its initial value."""
 
 UNEXPLAINED_ERROR = 0.15
 """Relative error of a fitted prediction above which its run is reported."""

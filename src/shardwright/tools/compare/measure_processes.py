@@ -40,9 +40,9 @@ SHORT_MESSAGE, LONG_MESSAGE = 1 << 18, 1 << 22
 """Number of float32 elements of the timed all-reduces."""
 
 PRIOR_WEIGHT = 0.01
-"""Weight of the relative deviation of a figure from its assumed value; the relative error of a step
-has weight 1. The prior is needed for two processes: their steps have as many calls as messages, so
-steps alone do not determine which part of the overhead is per call and which per message."""
+"""Weight of the prior: the relative deviation of a figure from its assumed value. The relative
+error of a step has weight 1. Steps of two processes have as many calls as messages, so without a
+prior they cannot separate the overhead of a call from that of a message."""
 
 FIGURES = ("overhead", "pass_overhead", "step_overhead", "call", "latency")
 """Fitted fields of `Device` and `LinkLevel`, in seconds of a process that runs alone."""

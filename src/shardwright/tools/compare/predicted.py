@@ -206,8 +206,8 @@ class GridComparison:
 
     def grid(self) -> Iterator[GridPoint]:
         """Yield the degrees (data, tensor, pipeline) that divide the model's sizes."""
-        for stages in _divisors(self.devices):
-            for model in _divisors(self.devices // stages):
+        for stages in _compute_divisors(self.devices):
+            for model in _compute_divisors(self.devices // stages):
                 degrees = self.devices // stages // model, model, stages
                 if self.is_divisible_by(degrees):
                     yield degrees
@@ -327,5 +327,5 @@ class GridComparison:
         )
 
 
-def _divisors(number: int) -> list[int]:
+def _compute_divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]

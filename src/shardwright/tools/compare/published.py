@@ -44,7 +44,7 @@ from shardwright.tools.compare.repeated_blocks import CAPTURED_BLOCKS, with_more
 aten = torch.ops.aten
 
 ZERO_LEVELS = {"none": None, "optimizer": "level1", "gradients": "level2", "parameters": "level3"}
-"""ZeRO level of the option `hsdp`, by the sharded state as publications name it."""
+"""Level of the option `hsdp` for each value of the key `sharded` of a published run."""
 
 
 class PlannedMeasurement(Protocol):
@@ -109,7 +109,7 @@ class PlannedRun:
         graph, decisions = candidate.model.graph, candidate.decisions
         blocks = {recompute.segment for recompute in decisions.recompute.values()}
         block_ops = {
-            op.name: path for op in graph.ops if (path := _path_of_enclosing_block(op, blocks))
+            op.name: path for op in graph.ops if (path := _find_enclosing_block(op, blocks))
         }
         all_recomputed = {name: Recompute(path) for name, path in block_ops.items()}
         recomputed = candidate.memory(replace(decisions, recompute=all_recomputed))
@@ -158,7 +158,7 @@ class PlannedRun:
             devices=run.devices,
             mode="sharding_propagation",
             cluster=self.cluster,
-            stage_config=self._stage_of_each_block(net, blocks),
+            stage_config=self._assign_stages(net, blocks),
             schedule=run.schedule_name,
             micro_batches=run.micro_batches,
             compute_dtype=None if self._autocast_dtype is None else "bfloat16",
@@ -251,7 +251,7 @@ class PlannedRun:
         # A cluster names the software whose figures it has.
         return self.run.has_explicit_attention or "Megatron" in self.cluster.software
 
-    def _stage_of_each_block(self, net: nn.Module, blocks: Sequence[str]) -> dict[str, int] | None:
+    def _assign_stages(self, net: nn.Module, blocks: Sequence[str]) -> dict[str, int] | None:
         run, layers = self.run, self.run.layers_of_stages
         if run.stages == 1:
             return None
@@ -273,7 +273,7 @@ def _block_ops_to_recompute(
     """
     products = dict.fromkeys(blocks, 0)
     for op in graph.ops:
-        block = _path_of_enclosing_block(op, blocks)
+        block = _find_enclosing_block(op, blocks)
         if block is None or op.target is aten.scaled_dot_product_attention.default:
             continue
         if op.target is aten.linear.default:
@@ -295,7 +295,7 @@ def _attention_ops_to_recompute(
     """
     ops_of_block: dict[str, list[Op]] = {}
     for op in graph.ops:
-        if block := _path_of_enclosing_block(op, blocks):
+        if block := _find_enclosing_block(op, blocks):
             ops_of_block.setdefault(block, []).append(op)
     for block, ops in ops_of_block.items():
         # `matmul` multiplies two activations; products with weights are `linear`.
@@ -304,7 +304,7 @@ def _attention_ops_to_recompute(
             yield op.name, Recompute(block)
 
 
-def _path_of_enclosing_block(op: Op, blocks: Collection[str]) -> str | None:
+def _find_enclosing_block(op: Op, blocks: Collection[str]) -> str | None:
     names = op.module.split(".")
     paths = (".".join(names[:end]) for end in range(1, len(names) + 1))
     return next((path for path in paths if path in blocks), None)

@@ -196,7 +196,7 @@ def _make_planned_measurement(
 
 
 def _read_configured_run(row: ConfigurationRow, folder: Path) -> ConfiguredRun:
-    path = next(_existing_config_paths(row.file, folder), None)
+    path = next(_iterate_existing_config_paths(row.file, folder), None)
     if path is None:
         raise ConfigError(
             f"{row.file}: no such file in {folder} or below {folder / 'mindformers'}\n"
@@ -215,7 +215,7 @@ def _read_configured_run(row: ConfigurationRow, folder: Path) -> ConfiguredRun:
     )
 
 
-def _existing_config_paths(name: str, folder: Path) -> Iterator[Path]:
+def _iterate_existing_config_paths(name: str, folder: Path) -> Iterator[Path]:
     """Yield the existing paths of a configuration file, in order of preference."""
     if (folder / name).is_file():
         yield folder / name

@@ -54,7 +54,7 @@ def framework_peak_bytes(
     peaks = []
     for stage in memory.stages:
         chunks = partitioned.chunks_of(stage.stage)
-        stage_peak = stage.peak - _excess_loss_bytes(stage, chunks, software)
+        stage_peak = stage.peak - _compute_excess_loss_bytes(stage, chunks, software)
         # The dry run has gradients in float32, of 4 bytes.
         stage_peak -= int(stage.gradients * (1 - software.gradient_bytes / 4))
         if not recomputes:
@@ -66,17 +66,17 @@ def framework_peak_bytes(
 
 
 def unsaved_bytes(chunk: Chunk, software: Software) -> float:
-    """Return the bytes of activations per micro-batch that a dry run of `chunk` saves for the
-    backward pass, but the published framework does not."""
+    """Return the bytes of activations per micro-batch that Shardwright saves for the backward pass
+    in a dry run of `chunk`, and the published framework does not save."""
     unsaved = 0.0
     if software.fuses_activations:
-        unsaved += sum(_fused_activation_bytes(chunk))
+        unsaved += sum(_iterate_unsaved_activation_bytes(chunk))
     if software.gathers_again:
-        unsaved += sum(_gathered_activation_bytes(chunk))
+        unsaved += sum(_iterate_regathered_input_bytes(chunk))
     return unsaved
 
 
-def _fused_activation_bytes(chunk: Chunk) -> Iterator[float]:
+def _iterate_unsaved_activation_bytes(chunk: Chunk) -> Iterator[float]:
     """Yield the bytes of each activation function's output that a fused kernel does not save.
 
     A kernel that fuses the activation function with the product that reads it, as in SwiGLU, saves
@@ -90,14 +90,14 @@ def _fused_activation_bytes(chunk: Chunk) -> Iterator[float]:
             readers.setdefault(value, []).append(op)
     for op in graph.ops:
         if op.target is experts:
-            yield _fused_expert_bytes(op, chunk)
+            yield _count_unsaved_expert_bytes(op, chunk)
         elif op.target in _ACTIVATIONS and all(
             reader.target is aten.mul.Tensor for reader in readers.get(op.output, [])
         ):
             yield local_output_bytes(op, chunk.mesh, chunk.decisions.cuts)
 
 
-def _fused_expert_bytes(op: Op, chunk: Chunk) -> float:
+def _count_unsaved_expert_bytes(op: Op, chunk: Chunk) -> float:
     """Return the bytes per device of expert activations that fused kernels do not save.
 
     These are the output of the gate's activation function and its product with the up projection.
@@ -112,7 +112,7 @@ def _fused_expert_bytes(op: Op, chunk: Chunk) -> float:
     return 2.0 * num_copies * inner * op.output.itemsize / prod(counts.values())
 
 
-def _gathered_activation_bytes(chunk: Chunk) -> Iterator[float]:
+def _iterate_regathered_input_bytes(chunk: Chunk) -> Iterator[float]:
     """Yield the bytes per device that Megatron-LM saves by regathering an input of linear layers.
 
     With sequence parallelism Megatron-LM keeps only the shard of an all-gathered input, and gathers
@@ -172,9 +172,13 @@ def saved_producers(
     return [op for op in not_recomputed if op.name in producers]
 
 
-def _excess_loss_bytes(stage: StageMemory, chunks: Iterable[Chunk], software: Software) -> int:
-    """Return by how many bytes Shardwright's loss exceeds the published framework's loss at the
-    peak of `stage`; 0 if memory does not peak in the backward pass of the loss."""
+def _compute_excess_loss_bytes(
+    stage: StageMemory, chunks: Iterable[Chunk], software: Software
+) -> int:
+    """Return the bytes that Shardwright's loss needs beyond the published framework's loss.
+
+    Counts only if memory of `stage` peaks in the backward pass of the loss; otherwise returns 0.
+    """
     if software.logit_bytes is None:
         return 0
     for chunk in chunks:
@@ -194,8 +198,8 @@ def _excess_loss_bytes(stage: StageMemory, chunks: Iterable[Chunk], software: So
 
 
 def max_passes_in_flight(order: Iterable[Action]) -> int:
-    """Return the maximum number of micro-batches in flight on a stage, counted in each of its
-    chunks.
+    """Return the maximum number of micro-batches in flight on a stage, over all of its chunks: a
+    micro-batch counts once per chunk.
 
     Args:
         order: the forward and backward passes of the stage, in order.

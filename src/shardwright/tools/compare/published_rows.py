@@ -57,8 +57,8 @@ def _accepted_keys(*names: str) -> AliasChoices:
 
 
 EXPLICIT_KERNELS = ("torch", "fused")
-"""Kernels of unfused attention: PyTorch's, or with Megatron-LM's fused scaled masked softmax
-between the two matrix products (Hagemann et al., arXiv:2311.05610)."""
+"""Names of kernels of unfused attention: `torch` has the operators of PyTorch, `fused` has
+Megatron-LM's scaled masked softmax as one kernel (Hagemann et al., arXiv:2311.05610)."""
 
 EXPLICIT_ATTENTION_SOURCES = ("2104.04473",)
 """arXiv ids of publications without fused attention: Narayanan et al., 2021 (Megatron-LM)."""
@@ -176,7 +176,7 @@ class PublishedRun(BaseModel, strict=True, frozen=True):
         return family
 
     @model_validator(mode="after")
-    def _check_row_consistency(self) -> Self:
+    def _check_consistent_sizes(self) -> Self:
         degrees = {
             "data_parallel": self.data_parallel,
             "tensor_parallel": self.tensor_parallel,
@@ -196,7 +196,7 @@ class PublishedRun(BaseModel, strict=True, frozen=True):
                 f"`expert_parallel` is {self.expert_parallel}, which does not divide"
                 f" data_parallel = {self.data_parallel}; correct one of these keys"
             )
-        self._check_chunks_and_layers()
+        self._check_layers_of_chunks()
         samples = self.micro_batch * self.data_parallel
         # A step has a whole number of micro-batches.
         if self.global_batch % samples:
@@ -214,7 +214,7 @@ class PublishedRun(BaseModel, strict=True, frozen=True):
         _ = self.sizes
         return self
 
-    def _check_chunks_and_layers(self) -> None:
+    def _check_layers_of_chunks(self) -> None:
         # One stage has neither chunks nor numbers of blocks to check.
         if self.stages == 1:
             return

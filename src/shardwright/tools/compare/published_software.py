@@ -100,7 +100,7 @@ FRAMEWORKS = {
     "torchtitan": "compiled",
     "megatron-deepspeed": "omni_path",
 }
-"""Cluster name suffix of each framework, by a word in the row's `framework` or `source`."""
+"""Suffix of cluster names by framework; the key occurs in the row's `framework` or `source`."""
 
 MACHINES = {
     "pytorch/torchtitan": "grand_teton",
@@ -109,18 +109,17 @@ MACHINES = {
     "aleph-alpha": "hdr",
     "2311.05610": "hdr",
 }
-"""Cluster name suffix of the machines of a publication, by a word in the row's `source`."""
+"""Suffix of cluster names by the machines of a publication; the key occurs in its `source`."""
 
 MODEL_HARDWARE = "h100"
-"""Hardware from which a framework's figures are taken if the hardware of the run has no cluster
-file for this framework."""
+"""Hardware whose cluster files provide a framework's figures for hardware without such a file."""
 
 FRAMEWORK_FIGURES = (
     *("pointwise_traffic", "overlaps_parameters", "overlaps_products", "overlap_slowdown"),
     *("sends_routed_tokens", "sends_tokens_once", "routing_traffic", "reduction_traffic"),
 )
-"""Device parameters that depend on the framework but not on the hardware: what kernels fuse and
-overlap."""
+"""Device parameters of the framework, independent of the hardware: traffic of fused kernels, and
+overlap with communication."""
 
 ATTENTION_FIGURES = ("attention_efficiency", "attention_half", "attention_head_half")
 """Device parameters of attention kernels, valid for all hardware with the same peak rates."""
@@ -203,15 +202,18 @@ def _cluster_with_framework(run: PublishedRun) -> Cluster:
             if f"{run.hardware}_{suffix}" in variants:
                 return load_cluster(f"{run.hardware}_{suffix}")
             if f"{MODEL_HARDWARE}_{suffix}" in variants:
-                return _with_figures_of(load_cluster(f"{MODEL_HARDWARE}_{suffix}"), run.hardware)
+                return _copy_framework_figures(
+                    load_cluster(f"{MODEL_HARDWARE}_{suffix}"), run.hardware
+                )
     return load_cluster(run.hardware)
 
 
-def _with_figures_of(variant: Cluster, hardware: str) -> Cluster:
-    """Return the cluster of `hardware` with the framework of `variant`, a cluster of
-    `MODEL_HARDWARE`.
+def _copy_framework_figures(variant: Cluster, hardware: str) -> Cluster:
+    """Return the cluster of `hardware` with the figures of a training framework.
 
-    Copies the framework's figures in which `variant` differs from the plain `MODEL_HARDWARE`."""
+    `variant` is the cluster of `MODEL_HARDWARE` with this framework. The figures in which it
+    differs from the cluster `MODEL_HARDWARE` are copied.
+    """
     cluster, plain = load_cluster(hardware), load_cluster(MODEL_HARDWARE).device
     has_equal_rates = cluster.device.rates == plain.rates
     names = (*FRAMEWORK_FIGURES, *(ATTENTION_FIGURES if has_equal_rates else ()))

@@ -28,16 +28,16 @@ def with_more_blocks(graph: Graph, blocks: Sequence[str], num_blocks: int) -> Gr
         The graph, which shares all other values and operators with `graph`; None if the second and
         the third block differ, or do not run one after the other.
     """
-    spans = [_ops_of_block(graph, block) for block in blocks]
+    spans = [_list_ops_of_block(graph, block) for block in blocks]
     # A buffer that a block updates would have no update in copies of the block.
-    if len(spans) != CAPTURED_BLOCKS or graph.updates or not _run_consecutively(graph, spans):
+    if len(spans) != CAPTURED_BLOCKS or graph.updates or not _are_blocks_consecutive(graph, spans):
         return None
     first, middle, last = spans
     # Their outputs are paired one by one below.
     if len(first) != len(middle):
         return None
     # Each copy reads outputs of the previous block where the second block reads those of the first.
-    previous = dict(zip(_iterate_outputs(first), _iterate_outputs(middle), strict=False))
+    previous = dict(zip(_iterate_op_outputs(first), _iterate_op_outputs(middle), strict=False))
     steps = _match_values_of_blocks(graph, middle, last, previous)
     if steps is None:
         return None
@@ -87,11 +87,11 @@ def with_more_blocks(graph: Graph, blocks: Sequence[str], num_blocks: int) -> Gr
     )
 
 
-def _iterate_outputs(ops: Sequence[Op]) -> Iterator[Value]:
+def _iterate_op_outputs(ops: Sequence[Op]) -> Iterator[Value]:
     return (value for op in ops for value in op.outputs)
 
 
-def _ops_of_block(graph: Graph, block: str) -> list[Op]:
+def _list_ops_of_block(graph: Graph, block: str) -> list[Op]:
     return [op for op in graph.ops if _is_in_block(op.module, block)]
 
 
@@ -99,8 +99,8 @@ def _is_in_block(path: str, block: str) -> bool:
     return path == block or path.startswith(f"{block}.")
 
 
-def _run_consecutively(graph: Graph, blocks: Sequence[Sequence[Op]]) -> bool:
-    """Whether the blocks run one after the other, without operators of other modules in between."""
+def _are_blocks_consecutive(graph: Graph, blocks: Sequence[Sequence[Op]]) -> bool:
+    """Whether the blocks run in order, without operators of other modules between them."""
     block_of = {op: index for index, ops in enumerate(blocks) for op in ops}
     order = [index for index, _ in groupby(graph.ops, lambda op: block_of.get(op))]
     numbers = [*range(len(blocks))]

@@ -56,8 +56,9 @@ class SmallSharding:
 def shardings(processes: int) -> tuple[SmallSharding, ...]:
     """Return the shardings to measure with `processes` processes.
 
-    One device and data parallelism, each with and without recomputation; FSDP; all combinations of
-    data, tensor and pipeline parallelism, the last also with more micro-batches.
+    These are one device and data parallelism, both with and without recomputation, FSDP, and all
+    combinations of data, tensor and pipeline parallelism. The last combination is also measured
+    with more micro-batches.
     """
     combinations = [
         SmallSharding(processes // stages // tensor, tensor, stages)
@@ -79,7 +80,7 @@ def shardings(processes: int) -> tuple[SmallSharding, ...]:
 
 
 class SmallModel:
-    """A small language model that is built and trained on all processes of the process group."""
+    """Builder of a small language model for training on all processes of the process group."""
 
     def __init__(self, processes: int) -> None:
         self.processes, self.shardings = processes, shardings(processes)

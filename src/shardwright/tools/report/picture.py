@@ -70,8 +70,10 @@ def picture(layout: TensorLayout) -> Picture:
 
 
 def _iterate_axis_borders(mesh: DeviceMatrix, axes: Axes) -> Iterator[Border]:
-    """Yield the borders between the blocks of a dimension, those of the outermost axis first; inner
-    axes that would give more than `MAX_BLOCKS` blocks are left out."""
+    """Yield the borders between the shards of one dimension, axis by axis from the outermost.
+
+    Stops before the axis that would make more than `MAX_BLOCKS` blocks.
+    """
     blocks = 1
     for axis in axes:
         outer, blocks = blocks, blocks * mesh.device_matrix[axis]

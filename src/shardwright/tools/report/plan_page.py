@@ -188,7 +188,7 @@ def _step_time_chart(plan: PlanData) -> Chart:
         return Chart(note="No time is predicted: plan for a cluster.")
     # Plan files of earlier releases have no utilization.
     coarse = step.utilization is None
-    time_parts = tuple(_time_parts_of_old_plan(step)) if coarse else step.parts
+    time_parts = tuple(_iterate_time_parts_of_old_plan(step)) if coarse else step.parts
     # The chart ends with the longer of the two: parts of an old plan file may exceed its step.
     total = max(step.seconds, sum(time_part.seconds for time_part in time_parts)) or 1.0
     starts = accumulate((time_part.seconds for time_part in time_parts), initial=0.0)
@@ -230,7 +230,7 @@ def _format_seconds_and_share(seconds: float, total: float) -> str:
     return f"{seconds_text(seconds)}, {seconds / total:.1%}" if seconds else ""
 
 
-def _time_parts_of_old_plan(step: StepRow) -> Iterator[TimePart]:
+def _iterate_time_parts_of_old_plan(step: StepRow) -> Iterator[TimePart]:
     """Yield the components of step time in plan files of earlier releases: computation,
     communication and waiting time."""
     yield TimePart("computation", (), step.computation)
@@ -318,8 +318,10 @@ def _largest_tensors_chart(plan: PlanData) -> Chart:
 
 
 def _make_stage_timelines(plan: PlanData) -> tuple[tuple[Lane, ...], str]:
-    """Return the timeline of each stage, and a note; no timelines for one stage or if there are
-    more than `MAX_TIMELINE_PASSES` passes."""
+    """Return the timeline of each stage, and a note if the timelines cannot be drawn.
+
+    There are no timelines for a single stage, or for more than `MAX_TIMELINE_PASSES` passes.
+    """
     pipeline, chunks = plan.pipeline, plan.chunk_seconds
     if pipeline.stages == 1:
         return (), ""
@@ -424,8 +426,10 @@ def _other_plans_chart(plan: PlanData, others: Mapping[str, PlanData | str]) -> 
 
 
 def _format_plan_row(plan: PlanData | str, page_plan: PlanData) -> tuple[str, ...]:
-    """Format a plan as a row of the table that compares it with the page's plan; the row of a plan
-    that could not be made has only the reason."""
+    """Return the row of a plan in the comparison with the page's plan.
+
+    If `plan` is the reason why it could not be made, the row has only the reason.
+    """
     if isinstance(plan, str):
         # The reason is in the last column, that of the parallelism.
         return ("", "", "", "", "", "", plan)

@@ -77,7 +77,7 @@ def _make_page_operator(
         seconds=count * row.seconds,
         why=why,
         reason=reason,
-        facts=tuple(_iterate_operator_facts(plan, folded_ops, reason)),
+        facts=tuple(_iterate_operator_properties(plan, folded_ops, reason)),
         inputs=tuple(_iterate_input_tensors(plan, row, pictures)),
         outputs=tuple(
             _make_operator_tensor(
@@ -91,7 +91,7 @@ def _make_page_operator(
     )
 
 
-def _iterate_operator_facts(
+def _iterate_operator_properties(
     plan: PlanData, folded_ops: Fold, reason: str
 ) -> Iterable[tuple[str, str]]:
     row = folded_ops.row
