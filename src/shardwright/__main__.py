@@ -47,7 +47,7 @@ def run_command() -> None:
     handles_interrupt = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if handles_interrupt:
         signal.signal(signal.SIGINT, _exit_on_interrupt)
-    problem = _unknown_keys_message(sys.argv[1:])
+    problem = _make_unknown_keys_message(sys.argv[1:])
     if problem:
         message = f"error: {problem}\n".replace("\n", "\n  ").rstrip()
         sys.stderr.write(f"{printable(message)}\n")
@@ -63,11 +63,11 @@ def run_command() -> None:
         sys.exit(INTERRUPTED)
 
 
-def _unknown_keys_message(arguments: Sequence[str]) -> str:
+def _make_unknown_keys_message(arguments: Sequence[str]) -> str:
     """Return an error message with the unknown keys in the configuration files among the arguments;
     empty if all keys are known. The command reports other mistakes, after importing torch."""
     messages = []
-    for file in _config_files(arguments):
+    for file in _iterate_config_files(arguments):
         # Files that do not exist or are invalid YAML are reported by the command.
         with suppress(OSError, ValueError, ShardwrightError):
             content = parse_yaml(file.read_text(encoding="utf-8"), str(file), ConfigError)
@@ -75,7 +75,7 @@ def _unknown_keys_message(arguments: Sequence[str]) -> str:
     return "\n".join(filter(None, messages))
 
 
-def _config_files(arguments: Sequence[str]) -> Iterator[Path]:
+def _iterate_config_files(arguments: Sequence[str]) -> Iterator[Path]:
     """Yield the YAML files among the arguments, except values of options."""
     if not arguments or arguments[0] not in CONFIG_COMMANDS:
         return

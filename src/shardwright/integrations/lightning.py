@@ -72,7 +72,7 @@ class ShardwrightStrategy(PlannedModelsStrategy, DDPStrategy):  # type: ignore[m
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
         with self.precision_plugin.forward_context():
-            self._planned_models.shard(self.model, self.root_device, self._unwrapped_optimizers)
+            self._planned_models.shard(self.model, self.root_device, self._unwrap_optimizers)
         self.model_to_device()
         self._planned_models.count_once(self.model)
         for callback in trainer.callbacks:
@@ -94,7 +94,7 @@ class ShardwrightStrategy(PlannedModelsStrategy, DDPStrategy):  # type: ignore[m
         """Move modules without parameters; `parallelize` moves the shards of planned modules."""
         self._planned_models.move_modules_without_parameters(self.model, self.root_device)
 
-    def _unwrapped_optimizers(self) -> list[Optimizer]:
+    def _unwrap_optimizers(self) -> list[Optimizer]:
         return [_unwrap_optimizer(optimizer) for optimizer in self.optimizers]
 
     @property
@@ -149,7 +149,7 @@ class ShardwrightStrategy(PlannedModelsStrategy, DDPStrategy):  # type: ignore[m
             super().save_checkpoint(checkpoint, path, storage_options)
             return
         # Lightning leaves the states out if it saves weights only.
-        optimizers = self._named_optimizers() if "optimizer_states" in checkpoint else {}
+        optimizers = self._get_optimizers_by_name() if "optimizer_states" in checkpoint else {}
         metadata = {k: v for k, v in checkpoint.items() if k not in _SHARDED_KEYS}
         save_folder(path, self.lightning_module, "state_dict", optimizers, metadata)
 
@@ -162,7 +162,7 @@ class ShardwrightStrategy(PlannedModelsStrategy, DDPStrategy):  # type: ignore[m
             path,
             self.lightning_module,
             "state_dict",
-            self._named_optimizers(),
+            self._get_optimizers_by_name(),
             strict=self.lightning_module.strict_loading,
             weights_only=weights_only,
         )
@@ -171,9 +171,9 @@ class ShardwrightStrategy(PlannedModelsStrategy, DDPStrategy):  # type: ignore[m
         if not self._loaded_folder:
             super().load_model_state_dict(checkpoint, strict=strict)
 
-    def _named_optimizers(self) -> dict[str, Optimizer]:
+    def _get_optimizers_by_name(self) -> dict[str, Optimizer]:
         """Return the unwrapped optimizers by their names in Lightning's distributed checkpoints."""
-        return {f"optimizer_{n}": each for n, each in enumerate(self._unwrapped_optimizers())}
+        return {f"optimizer_{n}": each for n, each in enumerate(self._unwrap_optimizers())}
 
 
 _SHARDED_KEYS = {"state_dict", "optimizer_states"}

@@ -138,7 +138,7 @@ class ShardwrightTrainer(Trainer):  # type: ignore[misc]
         self, dataloader: DataLoader[Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return (args, kwargs) of the model's call in `compute_loss` for the first batch."""
-        batch_size = self._global_batch_size(self.args.per_device_train_batch_size)
+        batch_size = self._compute_global_batch_size(self.args.per_device_train_batch_size)
         dataset = dataloader.dataset
         # Restored below, so that the draws of datasets and collators are repeated in training.
         random_states = random.getstate(), np.random.get_state()
@@ -171,7 +171,7 @@ class ShardwrightTrainer(Trainer):  # type: ignore[misc]
             "pass a plan to the trainer (`plan=sw.plan(...)`)"
         )
 
-    def _global_batch_size(self, batch_size: int) -> int:
+    def _compute_global_batch_size(self, batch_size: int) -> int:
         """Return the global batch size; with `split_batches`, `batch_size` is already global."""
         if self.args.accelerator_config.split_batches:
             return batch_size
@@ -243,7 +243,7 @@ class ShardwrightTrainer(Trainer):  # type: ignore[misc]
 
         The last batch may be incomplete.
         """
-        batch_size = self._global_batch_size(batch_size)
+        batch_size = self._compute_global_batch_size(batch_size)
         with self._pretend_single_process():
             return super()._get_dataloader(dataset, description, batch_size, *args, **kwargs)
 
@@ -259,7 +259,7 @@ class ShardwrightTrainer(Trainer):  # type: ignore[misc]
             num_processes=1, process_index=0, local_process_index=0
         )
         for name in ("per_device_train_batch_size", "per_device_eval_batch_size"):
-            setattr(args, name, self._global_batch_size(getattr(args, name)))
+            setattr(args, name, self._compute_global_batch_size(getattr(args, name)))
         self.args = args
         self.accelerator.prepare_data_loader = self._prepare_unsharded_dataloader
         try:
@@ -318,7 +318,7 @@ class ShardwrightTrainer(Trainer):  # type: ignore[misc]
         generates = getattr(self.args, "predict_with_generate", False)
         per_device = self.args.per_device_eval_batch_size
         # `Trainer` weights the loss of a batch by this number of samples.
-        self.args.per_device_eval_batch_size = self._global_batch_size(per_device)
+        self.args.per_device_eval_batch_size = self._compute_global_batch_size(per_device)
         try:
             with whole(self.model) if generates else nullcontext():
                 return super().evaluation_loop(dataloader, *args, **kwargs)

@@ -74,10 +74,10 @@ class AllErrors:
         if self._errors:
             prefix = f"{self.keys.file}: "
             messages = [str(error).removeprefix(prefix) for error in self._errors]
-            lines = [line for message in messages for line in _indent(message)]
+            lines = [line for message in messages for line in _indent_lines(message)]
             raise ConfigError("\n".join([f"{prefix}{len(messages)} errors", *lines]))
 
 
-def _indent(message: str) -> list[str]:
+def _indent_lines(message: str) -> list[str]:
     problem, *remedy = message.split("\n")
     return [f"  {problem}", *(f"    {line}" for line in remedy)]

@@ -82,7 +82,7 @@ def _lock_folder(folder: Path) -> Iterator[list[int]]:
         yield [lock]
     finally:
         # The file is removed before the lock is released: the next process that acquires the lock
-        # detects by `_descriptor_matches_path` that its file is gone. An error here would replace
+        # detects by `_is_file_at_path` that its file is gone. An error here would replace
         # the error that ends the run, and a leftover file locks nothing.
         with suppress(OSError):
             path.unlink(missing_ok=True)
@@ -164,7 +164,7 @@ def _acquire_lock(path: Path) -> int | None:
             return None
         # If not, the previous holder has removed the file since it was opened here, and the loop
         # opens the new one.
-        if _descriptor_matches_path(path, file):
+        if _is_file_at_path(path, file):
             os.truncate(file, 0)
             date = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
             os.write(file, f"{_format_lock_text(os.getpid())}{date}".encode())
@@ -188,7 +188,7 @@ def _make_foreign_file_error(path: Path) -> LockError:
     )
 
 
-def _descriptor_matches_path(path: Path, descriptor: int) -> bool:
+def _is_file_at_path(path: Path, descriptor: int) -> bool:
     """Whether `descriptor` refers to the file at `path`, which another run may have removed."""
     try:
         return os.path.samestat(os.fstat(descriptor), path.stat())

@@ -151,13 +151,13 @@ def _compute_cache_key(description: object) -> str:
     versions = [
         # The commit as well, because builds of one version of PyTorch may differ.
         *(FORMAT, platform.python_version(), torch.__version__, torch.version.git_version),
-        *map(_package_version, VERSIONED_PACKAGES),
+        *map(_get_package_version, VERSIONED_PACKAGES),
         _hash_source_files(),
     ]
     return hashlib.sha256(repr((description, versions)).encode()).hexdigest()[:32]
 
 
-def _package_version(package: str) -> str:
+def _get_package_version(package: str) -> str:
     try:
         return version(package)
     # `transformers` and `peft` are optional; without one of them, no graph depends on its version.

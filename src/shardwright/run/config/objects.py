@@ -255,7 +255,7 @@ def load_samples(
         # Without a length of sequences, the dataset is the digits, which are the default.
         if data.seq_length is None:
             return digits(data.image_size or DIGITS_SIZE)
-        vocab_size = _vocab_size(model, folder)
+        vocab_size = _get_vocab_size(model, folder)
         if data.name == "tokens":
             assert path is not None
             return token_sequences(path, data.seq_length, vocab_size, data.dtype)
@@ -265,7 +265,7 @@ def load_samples(
         return tokens
 
 
-def _vocab_size(model: schema.ModelSection, folder: Path) -> int | None:
+def _get_vocab_size(model: schema.ModelSection, folder: Path) -> int | None:
     """Return the vocabulary size of a language model; None for a model built by `model.target`."""
     if model.target is not None:
         return None

@@ -109,7 +109,7 @@ class Run:
             with naming_file(self.file):
                 self.config.parallel.check_devices(devices)
             return self
-        config = self.foreign.fitted(self.config, devices, self._num_servers(devices))
+        config = self.foreign.fitted(self.config, devices, self._count_servers(devices))
         return replace(self, config=config)
 
     def check_node_size(self, node_size: int) -> None:
@@ -117,7 +117,7 @@ class Run:
         if self.cluster is not None:
             load_cluster(self.cluster).check_node_size(node_size)
 
-    def _num_servers(self, devices: int) -> int:
+    def _count_servers(self, devices: int) -> int:
         """Return the number of servers that `devices` devices occupy."""
         if self.cluster is None:
             return -(-devices // DEVICES_PER_SERVER)
@@ -273,7 +273,7 @@ class Run:
 
         def task_of(run: Run, graphs: GraphsBySize | None = None) -> PlanTask:
             model, graph = run.capture(graphs)
-            options = run._plan_options(model, devices)
+            options = run._make_plan_options(model, devices)
             # A ranking compares all plans within the memory limit, not only the first that fits.
             options = options if ranking is None else options_to_rank(options)
             return plan_task(options, graph, ranking=ranking)
@@ -439,9 +439,9 @@ class Run:
         Raises:
             ShardwrightError: if no plan exists, for example within the memory limit.
         """
-        return plan_model(self._plan_options(model, devices, **changes), graph)
+        return plan_model(self._make_plan_options(model, devices, **changes), graph)
 
-    def _plan_options(self, model: nn.Module, devices: int, **changes: Any) -> PlanOptions:
+    def _make_plan_options(self, model: nn.Module, devices: int, **changes: Any) -> PlanOptions:
         options = plan_options(self.config, model) | {
             "cluster": self.cluster,
             "compute_dtype": self.compute_dtype,

@@ -191,7 +191,7 @@ class RankTraining:
         devices = net.execution.devices
         # A single device has no communication to wait for.
         waits = devices.waits.enable(devices.device) if devices.is_distributed else nullcontext()
-        with stop or nullcontext(), self._profile_context() as step_profile, waits:
+        with stop or nullcontext(), self._make_profile_context() as step_profile, waits:
             train(
                 net,
                 optimizer,
@@ -237,7 +237,7 @@ class RankTraining:
             peak_memory=peak_bytes(device),
         )
 
-    def _profile_context(self) -> AbstractContextManager[StepProfile | None]:
+    def _make_profile_context(self) -> AbstractContextManager[StepProfile | None]:
         if self.profile is None:
             return nullcontext()
         devices = self.net.execution.devices

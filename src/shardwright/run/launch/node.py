@@ -266,7 +266,7 @@ def _join_store(node: Node, timeout: timedelta) -> Iterator[str]:
         The IP address at which other nodes reach this node.
     """
     # First, so that an unusable address is reported at once instead of after the timeout.
-    address = _local_ip_address(node)
+    address = _find_local_ip_address(node)
     try:
         store = (
             serve_tcp_store(node.host, node.port, timeout)
@@ -309,7 +309,7 @@ def _send_heartbeats(store: Store, node: Node, timeout: timedelta, ended: thread
             watchdog.daemon = True
             watchdog.start()
             try:
-                store.add(_heartbeat_key(node), 1)
+                store.add(_make_heartbeat_key(node), 1)
             finally:
                 watchdog.cancel()
 
@@ -330,7 +330,7 @@ def _format_unreachable_store_message(node: Node) -> str:
     )
 
 
-def _local_ip_address(node: Node) -> str:
+def _find_local_ip_address(node: Node) -> str:
     """Return the IP address of this node's interface to node 0.
 
     Raises:
@@ -374,10 +374,10 @@ def _claim_node_rank(store: Store, node: Node) -> None:
     owner_key = f"owner of node {node.rank}"
     if store.add(f"claims of node {node.rank}", 1) > 1:
         # An earlier owner is alive if its heartbeats continue.
-        heartbeats = store.add(_heartbeat_key(node), 0)
+        heartbeats = store.add(_make_heartbeat_key(node), 0)
         # A live owner has sent several heartbeats by then.
         time.sleep(3 * HEARTBEAT_SECONDS)
-        if store.add(_heartbeat_key(node), 0) > heartbeats:
+        if store.add(_make_heartbeat_key(node), 0) > heartbeats:
             raise ConfigError(
                 f"--node-rank {node.rank} is taken by {store.get(owner_key).decode()}\n"
                 "give each node its own --node-rank, and each run its own --rdzv"
@@ -385,5 +385,5 @@ def _claim_node_rank(store: Store, node: Node) -> None:
     store.set(owner_key, f"process {os.getpid()} on {socket.gethostname()}")
 
 
-def _heartbeat_key(node: Node) -> str:
+def _make_heartbeat_key(node: Node) -> str:
     return f"beats of node {node.rank}"

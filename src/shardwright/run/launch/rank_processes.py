@@ -125,10 +125,10 @@ class RankProcess:
             # A process that ended by itself had been continued.
             self.stopped_by if self.signals else None,
             RankError.read(self.logs.error(self.rank)),
-            "" if self.logs.stderr(self.rank).exists() else self._stderr_tail(),
+            "" if self.logs.stderr(self.rank).exists() else self._read_stderr_tail(),
         )
 
-    def _stderr_tail(self) -> str:
+    def _read_stderr_tail(self) -> str:
         size = os.fstat(self.stderr.fileno()).st_size
         content = os.pread(self.stderr.fileno(), LOG_BYTES, max(0, size - LOG_BYTES))
         return content.decode(errors="replace").strip()

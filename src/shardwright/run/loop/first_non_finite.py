@@ -130,9 +130,9 @@ class _NonFiniteChecker(TorchFunctionMode):
             return result
         # Views of arguments were checked when the arguments were computed.
         arguments = pytree.tree_leaves((args, kwargs))
-        addresses = {_storage_address(t) for t in arguments if isinstance(t, Tensor)}
+        addresses = {_get_storage_address(t) for t in arguments if isinstance(t, Tensor)}
         for tensor in pytree.tree_leaves(result):
-            if isinstance(tensor, Tensor) and _storage_address(tensor) not in addresses:
+            if isinstance(tensor, Tensor) and _get_storage_address(tensor) not in addresses:
                 self._record_if_non_finite(self.forward, tensor, line, "the output of")
                 if tensor.grad_fn is not None:
                     tensor.grad_fn.register_hook(self._make_gradient_check_hook(line))
@@ -182,7 +182,7 @@ class _NonFiniteChecker(TorchFunctionMode):
         return NO_FINDING, ""
 
 
-def _storage_address(tensor: Tensor) -> int:
+def _get_storage_address(tensor: Tensor) -> int:
     # Tensors without storage, such as sparse or wrapper tensors, raise here.
     with suppress(RuntimeError, NotImplementedError):
         return tensor.untyped_storage().data_ptr()

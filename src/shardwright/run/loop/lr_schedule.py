@@ -44,9 +44,9 @@ class LRSchedule:
             return self.peak
         # No step decays if the warmup is as long as the run.
         progress = min((step - warmup) / max(1, total - warmup), 1.0)
-        return self.end + (self.peak - self.end) * self._decay_factor(progress)
+        return self.end + (self.peak - self.end) * self._compute_decay_factor(progress)
 
-    def _decay_factor(self, progress: float) -> float:
+    def _compute_decay_factor(self, progress: float) -> float:
         """Return (rate - end) / (peak - end) at `progress` of the decay, from 0 to 1."""
         if self.kind == "cosine":
             # Half a period of a cosine, from 1 to 0 (Loshchilov and Hutter, "SGDR", 2017).

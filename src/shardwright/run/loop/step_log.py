@@ -76,7 +76,7 @@ class StepRecord:
         """
         values = parse_json(text, location, DataError)
         try:
-            return _step_record_adapter().validate_python(values)
+            return _make_step_record_adapter().validate_python(values)
         except ValidationError:
             raise DataError(
                 f"{location}: not the record of a step: {short_repr(text)}\n"
@@ -86,7 +86,7 @@ class StepRecord:
 
 # Cached, because pydantic compiles the schema of an adapter when it is created.
 @cache
-def _step_record_adapter() -> TypeAdapter[StepRecord]:
+def _make_step_record_adapter() -> TypeAdapter[StepRecord]:
     return TypeAdapter(StepRecord)
 
 

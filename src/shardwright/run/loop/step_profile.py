@@ -85,14 +85,14 @@ class StepProfile:
         peak_memory = peak_bytes(self._device)
         if peak_memory is None:
             # The CPU allocator records no peak: add up the allocation events of the profiler.
-            peak_memory = _persistent_bytes(net, optimizer) + peak_allocated(events)
+            peak_memory = _count_persistent_bytes(net, optimizer) + peak_allocated(events)
         seconds_by_kind = dict(summary.seconds_of)
         return MeasuredRank(
             rank, stage, self._seconds_per_step, seconds_by_kind, summary.collectives, peak_memory
         )
 
 
-def _persistent_bytes(net: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+def _count_persistent_bytes(net: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     """Return the bytes of a rank's shards of parameters, buffers and optimizer state."""
     # Some optimizers also keep numbers in their state.
     states = (value for state in optimizer.state.values() for value in state.values())

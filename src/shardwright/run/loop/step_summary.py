@@ -76,7 +76,7 @@ class StepSummary:
             microseconds = (
                 sum(kernel.duration for kernel in event.kernels)
                 if is_accelerated
-                else _self_microseconds(event)
+                else _compute_self_microseconds(event)
             )
             summary._add_event(
                 event, context, microseconds / 1e6 / steps, 1 / steps, is_accelerated
@@ -198,7 +198,7 @@ def _choose_event_category(name: str, parent: _EventContext) -> str:
     return OTHER if is_operator else parent.category
 
 
-def _self_microseconds(event: Any) -> float:
+def _compute_self_microseconds(event: Any) -> float:
     children: float = sum(child.time_range.elapsed_us() for child in event.cpu_children)
     return max(0.0, float(event.time_range.elapsed_us()) - children)
 

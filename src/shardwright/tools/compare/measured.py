@@ -155,7 +155,7 @@ def compare_measured(
     logs.clear(devices)
     model_plans = []
     for run, file in zip(runs, experts, strict=True):
-        on_progress(f"{_tiny_model_name(run)}: planning")
+        on_progress(f"{_make_tiny_model_name(run)}: planning")
         model_plans.append(_make_distinct_plans(run, str(file), machine, devices))
     on_progress("measuring steps on local processes")
     orders = [
@@ -267,7 +267,7 @@ def _make_measured_comparison(
         assert plan.step_time is not None
         runs.append(MeasuredPlan(names, plan.step_time, tuple(step_seconds)))
     return MeasuredComparison(
-        _tiny_model_name(run),
+        _make_tiny_model_name(run),
         devices,
         run.config.data.batch_size,
         run.config.data.seq_length,
@@ -275,6 +275,6 @@ def _make_measured_comparison(
     )
 
 
-def _tiny_model_name(run: Run) -> str:
+def _make_tiny_model_name(run: Run) -> str:
     assert run.foreign is not None
     return f"{run.foreign.name}_tiny"

@@ -246,7 +246,7 @@ class GridComparison:
             memory_limit=NO_LIMIT if memory_limit is None else memory_limit,
             on_progress=nested_progress(self.run.on_progress, AUTO),
             # A planner may choose the schedule, which Megatron-style plans do not.
-            **{**self._shared_plan_options(), "schedule": self.run.config.parallel.schedule},
+            **{**self._make_shared_plan_options(), "schedule": self.run.config.parallel.schedule},
         )
 
     def megatron_plan(
@@ -290,10 +290,10 @@ class GridComparison:
             memory_limit=NO_LIMIT,
             stage_config=expert_stages(self.net, stages, layers) if stages > 1 else None,
             on_progress=nested_progress(self.run.on_progress, "·".join(map(str, degrees))),
-            **{**self._shared_plan_options(), **({} if hsdp is None else {"hsdp": hsdp})},
+            **{**self._make_shared_plan_options(), **({} if hsdp is None else {"hsdp": hsdp})},
         )
 
-    def _shared_plan_options(self) -> dict[str, Any]:
+    def _make_shared_plan_options(self) -> dict[str, Any]:
         parallel = self.run.config.parallel
         return {
             "micro_batches": parallel.num_micro_batches,

@@ -102,7 +102,7 @@ class PlannedRun:
         """Predicted peak memory per device, in bytes."""
         candidate = self.candidate
         if self.run.recompute != "selective":
-            return self._peak_bytes(candidate.memory(), self.run.recompute == "full")
+            return self._compute_peak_bytes(candidate.memory(), self.run.recompute == "full")
         # Selective recomputation in torchtitan saves the block's input and the results of operators
         # that are not recomputed. Ours also saves the inputs of the recomputed segments between
         # them, so memory is predicted with full recomputation plus the saved results.
@@ -113,7 +113,7 @@ class PlannedRun:
         }
         all_recomputed = {name: Recompute(path) for name, path in block_ops.items()}
         recomputed = candidate.memory(replace(decisions, recompute=all_recomputed))
-        recomputed_peak = self._peak_bytes(recomputed, recomputes=True)
+        recomputed_peak = self._compute_peak_bytes(recomputed, recomputes=True)
         not_recomputed = [
             graph.by_name[name] for name in block_ops if name not in decisions.recompute
         ]
@@ -131,7 +131,7 @@ class PlannedRun:
         passes = max_passes_in_flight(actions(pipeline)[0])
         return recomputed_peak + int(saved_bytes / len(candidate.partitioned.chunks) * passes)
 
-    def _peak_bytes(self, memory: Memory, recomputes: bool) -> int:
+    def _compute_peak_bytes(self, memory: Memory, recomputes: bool) -> int:
         return framework_peak_bytes(memory, self.candidate.partitioned, self.software, recomputes)
 
     @property
@@ -162,7 +162,7 @@ class PlannedRun:
             schedule=run.schedule_name,
             micro_batches=run.micro_batches,
             compute_dtype=None if self._autocast_dtype is None else "bfloat16",
-            bucket_mb=self._bucket_bytes(graph, blocks) / MB,
+            bucket_mb=self._compute_bucket_bytes(graph, blocks) / MB,
             hsdp=None if level is None else {"level": level},
         )
         # Copied blocks are not modules of the captured model.
@@ -176,9 +176,9 @@ class PlannedRun:
         if run.recompute != "selective":
             return candidate
         select = (
-            _attention_ops_to_recompute
+            _iterate_attention_ops_to_recompute
             if self._recomputes_attention_only
-            else _block_ops_to_recompute
+            else _iterate_block_ops_to_recompute
         )
         recompute_marks = dict(select(graph, blocks))
         return replace(candidate, decisions=replace(candidate.decisions, recompute=recompute_marks))
@@ -222,7 +222,7 @@ class PlannedRun:
         )
         return net, capture(net, batch, {}, compute_dtype=self._autocast_dtype), blocks
 
-    def _bucket_bytes(self, graph: Graph, blocks: Sequence[str]) -> float:
+    def _compute_bucket_bytes(self, graph: Graph, blocks: Sequence[str]) -> float:
         """Return the size of the framework's communication buckets, in bytes.
 
         FSDP communicates block by block; the buckets of Megatron Core (40 million elements) and of
@@ -263,7 +263,7 @@ class PlannedRun:
         )
 
 
-def _block_ops_to_recompute(
+def _iterate_block_ops_to_recompute(
     graph: Graph, blocks: Collection[str]
 ) -> Iterator[tuple[str, Recompute]]:
     """Yield the operators that torchtitan's selective checkpointing recomputes, by name.
@@ -284,7 +284,7 @@ def _block_ops_to_recompute(
         yield op.name, Recompute(block)
 
 
-def _attention_ops_to_recompute(
+def _iterate_attention_ops_to_recompute(
     graph: Graph, blocks: Collection[str]
 ) -> Iterator[tuple[str, Recompute]]:
     """Yield the operators that Megatron-LM's selective checkpointing recomputes, by name.

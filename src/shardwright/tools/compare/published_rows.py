@@ -52,7 +52,7 @@ Schedule = Literal[
 """Name of a pipeline schedule, a key of `SCHEDULES`."""
 
 
-def _accepted_keys(*names: str) -> AliasChoices:
+def _accept_any_key(*names: str) -> AliasChoices:
     return AliasChoices(*names)
 
 
@@ -155,10 +155,10 @@ class PublishedRun(BaseModel, strict=True, frozen=True):
     experts: Count = 1
     experts_per_token: Count = 1
     context_parallel: Count = Field(
-        default=1, validation_alias=_accepted_keys("context_parallel", "cp")
+        default=1, validation_alias=_accept_any_key("context_parallel", "cp")
     )
     expert_parallel: Count = Field(
-        default=1, validation_alias=_accepted_keys("expert_parallel", "ep")
+        default=1, validation_alias=_accept_any_key("expert_parallel", "ep")
     )
     chunks: Count = 1
     schedule: Schedule | None = None

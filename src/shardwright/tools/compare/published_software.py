@@ -165,7 +165,7 @@ def cluster_of_run(run: PublishedRun) -> Cluster:
         ConfigError: if the row's `hardware` is not the name of a cluster.
     """
     try:
-        cluster = _cluster_with_framework(run)
+        cluster = _load_cluster_with_framework(run)
     except ConfigError as error:
         raise ConfigError(
             f"row {run.id}: cannot load the cluster `hardware`: {error}\n"
@@ -192,7 +192,7 @@ def software_of_run(run: PublishedRun) -> Software:
     return Software(gradient_bytes=2 if is_half else 4, gathers_blocks=gathers_blocks)
 
 
-def _cluster_with_framework(run: PublishedRun) -> Cluster:
+def _load_cluster_with_framework(run: PublishedRun) -> Cluster:
     variants = built_in_clusters()
     for word, suffix in MACHINES.items():
         if word in run.source.lower() and f"{run.hardware}_{suffix}" in variants:

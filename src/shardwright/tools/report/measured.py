@@ -29,12 +29,12 @@ def kinds_chart(plan: PlanData, measured: Measured) -> Chart:
     }
     # Kernels of several streams may add up to more than the step.
     seconds_of[BETWEEN_OPERATORS] = max(0.0, seconds - sum(seconds_of.values()))
-    predicted_kinds = _predicted_seconds_by_category(plan)
+    predicted_kinds = _get_predicted_seconds_by_category(plan)
     # 1.0 in place of 0, by which the bars would be divided.
     longest = max(seconds, sum(predicted_kinds.values())) or 1.0
     predicted_rows = [("predicted", predicted_kinds)] if predicted_kinds else []
     rows = tuple(
-        _step_time_stack(name, row_kinds, longest)
+        _make_step_time_stack(name, row_kinds, longest)
         for name, row_kinds in (*predicted_rows, ("measured", seconds_of))
     )
     step = None if plan.step is None else plan.step.seconds
@@ -78,7 +78,7 @@ def _find_busiest_stage(measured: Measured) -> tuple[int, list[MeasuredRank]]:
     return stage, stages[stage]
 
 
-def _predicted_seconds_by_category(plan: PlanData) -> dict[str, float]:
+def _get_predicted_seconds_by_category(plan: PlanData) -> dict[str, float]:
     """Return a step's predicted seconds by measured category; empty without a prediction."""
     result: dict[str, float] = {}
     for time_part in () if plan.step is None else plan.step.parts:
@@ -88,7 +88,7 @@ def _predicted_seconds_by_category(plan: PlanData) -> dict[str, float]:
     return result
 
 
-def _step_time_stack(label: str, seconds_of: Mapping[str, float], longest: float) -> Stack:
+def _make_step_time_stack(label: str, seconds_of: Mapping[str, float], longest: float) -> Stack:
     shown = {category: seconds_of[category] for category in KINDS if seconds_of.get(category)}
     total = seconds_text(sum(seconds_of.values()))
     return Stack(label, total, stack_bars(shown, longest, seconds_text))

@@ -31,7 +31,7 @@ def other_plans(plan: PlanData, others: Mapping[str, PlanData | str]) -> Iterato
     maxima = (
         max((each.step_time or 0.0 for each in plans), default=0.0),
         # With the limits, whose lines must lie within the chart.
-        max(max(_peak_bytes(each), each.memory_limit or 0) for each in plans),
+        max(max(_get_peak_bytes(each), each.memory_limit or 0) for each in plans),
         max(each.bytes for each in plans),
     )
     for name, each in plans_by_name.items():
@@ -48,7 +48,7 @@ def other_plans(plan: PlanData, others: Mapping[str, PlanData | str]) -> Iterato
             )
 
 
-def _peak_bytes(plan: PlanData) -> int:
+def _get_peak_bytes(plan: PlanData) -> int:
     return 0 if plan.known_memory is None else plan.known_memory.peak
 
 
@@ -60,7 +60,7 @@ def _iterate_plan_stacks(
         yield _make_single_bar_stack(
             "step", seconds_text(plan.step_time), plan.step_time / max_seconds
         )
-    peak_bytes, limit = _peak_bytes(plan), plan.memory_limit
+    peak_bytes, limit = _get_peak_bytes(plan), plan.memory_limit
     if peak_bytes:
         size_text = bytes_text(peak_bytes) + ", does not fit" * plan.over_limit
         limit_position = None if limit is None else limit / max_peak_bytes

@@ -92,25 +92,25 @@ def plan_page(
         sentence=parallelism_sentence(plan),
         headlines=tuple(_iterate_key_figures(plan)),
         notes=tuple(plan_notes(plan)),
-        time=_step_time_chart(plan),
-        measured=() if measured is None else tuple(_measured_charts(plan, measured)),
-        memory=_memory_chart(plan),
+        time=_make_step_time_chart(plan),
+        measured=() if measured is None else tuple(_iterate_measured_charts(plan, measured)),
+        memory=_make_memory_chart(plan),
         curves=tuple(_iterate_memory_curves(plan)),
-        largest=_largest_tensors_chart(plan),
+        largest=_make_largest_tensors_chart(plan),
         lanes=lanes,
         pipeline_note=note,
         stages=_make_stage_table(plan),
-        traffic=_communication_chart(plan),
-        others=_other_plans_chart(plan, others or {}),
+        traffic=_make_communication_chart(plan),
+        others=_make_other_plans_chart(plan, others or {}),
         other_plans=tuple(other_plans(plan, others or {})),
-        axes=tuple(_mesh_axes(plan)),
+        axes=tuple(_iterate_mesh_axes(plan)),
         tree=tree,
         pictures=pictures,
         origin=_format_plan_origin(plan),
     )
 
 
-def _mesh_axes(plan: PlanData) -> Iterator[Axis]:
+def _iterate_mesh_axes(plan: PlanData) -> Iterator[Axis]:
     for index, (name, size) in enumerate(
         zip(plan.mesh.alias_names, plan.mesh.device_matrix, strict=True)
     ):
@@ -120,7 +120,7 @@ def _mesh_axes(plan: PlanData) -> Iterator[Axis]:
 def _iterate_key_figures(plan: PlanData) -> Iterator[Headline]:
     # Pipeline stages are not an axis of the mesh, which is that of one stage.
     stages = [f"pp {plan.pipeline.stages}"] if plan.pipeline.stages > 1 else []
-    mesh = [f"{axis.name} {axis.size}" for axis in _mesh_axes(plan)]
+    mesh = [f"{axis.name} {axis.size}" for axis in _iterate_mesh_axes(plan)]
     # The mesh of one device has no axes.
     yield Headline("Devices", f"{plan.devices:,}", " × ".join(stages + mesh) or "one device")
     step = plan.step
@@ -140,7 +140,7 @@ def _iterate_key_figures(plan: PlanData) -> Iterator[Headline]:
     count = sum(prod(shape) for shape, _ in plan.parameters.values())
     stored = f"{bytes_text(plan.parameter_bytes)} stored per device"
     yield Headline("Parameters", _format_param_count(count), stored)
-    yield _memory_headline(plan)
+    yield _make_memory_headline(plan)
     sent = f"{bytes_text(plan.forward_bytes)} forward, {bytes_text(plan.backward_bytes)} backward"
     yield Headline("Sent per device", bytes_text(plan.bytes), f"a step: {sent}")
     if plan.global_batch is not None:
@@ -165,7 +165,7 @@ def _format_param_count(count: int) -> str:
     return f"{count:,}"
 
 
-def _memory_headline(plan: PlanData) -> Headline:
+def _make_memory_headline(plan: PlanData) -> Headline:
     memory, limit = plan.known_memory, plan.memory_limit
     if memory is None:
         note = "" if limit is None else f"the limit is {bytes_text(limit)}"
@@ -181,7 +181,7 @@ def _memory_headline(plan: PlanData) -> Headline:
     return Headline("Memory per device", bytes_text(memory.peak), note, state)
 
 
-def _step_time_chart(plan: PlanData) -> Chart:
+def _make_step_time_chart(plan: PlanData) -> Chart:
     """Return the waterfall chart of a step's time."""
     step = plan.step
     if step is None:
@@ -214,7 +214,7 @@ def _step_time_chart(plan: PlanData) -> Chart:
     return Chart(bars, note=note)
 
 
-def _measured_charts(plan: PlanData, measured: Measured) -> Iterator[Chart]:
+def _iterate_measured_charts(plan: PlanData, measured: Measured) -> Iterator[Chart]:
     # A model may have plans for several numbers of devices.
     if measured.fingerprint != plan.fingerprint or len(measured.ranks) != plan.devices:
         raise PlanError(
@@ -245,7 +245,7 @@ def _format_time_part_label(time_part: TimePart) -> str:
     return time_part.kind if time_part.kind in COMPUTATION else f"{time_part.kind}{over}"
 
 
-def _memory_chart(plan: PlanData) -> Chart:
+def _make_memory_chart(plan: PlanData) -> Chart:
     """Return the chart of each stage's peak memory by type of tensor, with the memory limit."""
     memory, limit = plan.known_memory, plan.memory_limit
     if memory is None:
@@ -305,7 +305,7 @@ _COLUMN_KINDS = {"forward": "F0", "backward": "B0"}
 """Color category of a column in a memory chart, by the first word of the column's text."""
 
 
-def _largest_tensors_chart(plan: PlanData) -> Chart:
+def _make_largest_tensors_chart(plan: PlanData) -> Chart:
     """Return the table of the largest tensors at the peak of the stage with the highest peak."""
     if plan.known_memory is None:
         return Chart()
@@ -375,7 +375,7 @@ def _make_stage_table(plan: PlanData) -> Chart:
     return Chart(header=("", "computes"), table=tuple(table))
 
 
-def _communication_chart(plan: PlanData) -> Chart:
+def _make_communication_chart(plan: PlanData) -> Chart:
     """Return the table of communication volume by type of collective and mesh axes, and between
     stages."""
     sent: dict[str, list[int]] = {}
@@ -414,7 +414,7 @@ def _communication_chart(plan: PlanData) -> Chart:
     return Chart(note=note, header=header, table=tuple(table))
 
 
-def _other_plans_chart(plan: PlanData, others: Mapping[str, PlanData | str]) -> Chart:
+def _make_other_plans_chart(plan: PlanData, others: Mapping[str, PlanData | str]) -> Chart:
     """Return the table that compares this plan with each other plan."""
     if not others:
         return Chart()
