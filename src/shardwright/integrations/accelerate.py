@@ -235,8 +235,8 @@ def _prepare_loader(accelerator: Any, loader: DataLoader[Any], shards: DataShard
 class ShardedBatchSampler(BatchSamplerShard):  # type: ignore[misc]
     """Batch sampler that yields this rank's shard of each global batch of another batch sampler.
 
-    Accelerate fills an incomplete last batch up to the batch size with the first samples of the
-    epoch; this class adds only the samples that make the shards of all ranks equally long.
+    An incomplete last batch gets only as many samples from the start of the epoch as are needed for
+    shards of equal length. Accelerate would fill it up to the batch size.
     """
 
     def __init__(self, batches: Any, shards: DataShards, even_batches: bool) -> None:

@@ -1,7 +1,7 @@
 """Distributed checkpoints in Lightning's format, which any plan and its `consolidate` command read.
 
-A checkpoint is a folder with the sharded tensors of the model and its optimizers, in the format of
-`torch.distributed.checkpoint`, and one metadata file with all other entries.
+A checkpoint is a folder. It has the sharded tensors of the model and its optimizers, in the format
+of `torch.distributed.checkpoint`, and one metadata file with all other entries.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Division of a batch over the ranks by a plan, for the loaders and metrics of other libraries.
 
-With `dataset_strategy='full_batch'` every rank loads all samples of a batch; with other strategies
+With `dataset_strategy='full_batch'` every rank loads all samples of a batch. With other strategies
 a rank loads one shard of the batch, and several ranks may load the same shard.
 """
 

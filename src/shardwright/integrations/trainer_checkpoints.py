@@ -1,7 +1,7 @@
 """Optimizer state in checkpoints of `Trainer`, from which both planned and plain runs can resume.
 
-A planned run saves sharded optimizer state to a subfolder, from which any plan can resume, and full
-optimizer state to the file of a plain `Trainer`, which resets its optimizer if the file is missing.
+A planned run saves the optimizer state twice: sharded in a subfolder, from which any plan can
+resume, and in full in the file of a plain `Trainer`, which would otherwise reset its optimizer.
 """
 
 from __future__ import annotations

@@ -203,7 +203,7 @@ class Keys:
     def unread(self) -> Iterator[str]:
         """Yield the full paths of keys that were never read and of sections never opened.
 
-        A key that resembles a valid but missing key is followed by that key as a suggestion.
+        If a key resembles a valid key that is missing, the valid key follows as a suggestion.
         """
         for name in self.content:
             if name in self._opened_sections:

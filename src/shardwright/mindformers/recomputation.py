@@ -143,8 +143,8 @@ def _read_blocks(section: Keys, name: str, stages: int, chunks: int) -> StageBlo
 def _parse_blocks(section: Keys, name: str, value: Any, stages: int, chunks: int) -> StageBlocks:
     """Parse the blocks to recompute.
 
-    The value is a flag for all blocks, a list of numbers of blocks (one per pipeline stage), or a
-    list of these lists (one per chunk of a stage).
+    The value is a flag for all blocks, a list with the number of blocks of each pipeline stage, or
+    a list of such lists, one for each chunk of a stage.
 
     Raises:
         ConfigError: if the value has another form.

@@ -191,8 +191,8 @@ def alibi_features(
 ) -> tuple[Tensor, Tensor]:
     """Append features to queries and keys, such that their product is the ALiBi bias.
 
-    Softmax is invariant to adding a constant to a row, so the bias `slope * (j - i)` of query i and
-    key j is equivalent to `slope * j`, which is the product of `(64 * slope, slope)` and
+    Softmax is invariant to a constant added to a row. So the bias `slope * (j - i)` of query i and
+    key j is equivalent to `slope * j`: the product of `(64 * slope, slope)` and
     `(j // 64, j % 64)`. This avoids a bias tensor `[heads, positions, positions]`; each device
     computes the features of its own heads. Sizes are padded to a multiple of 8, as fast kernels
     require.

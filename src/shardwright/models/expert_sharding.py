@@ -1,8 +1,8 @@
 """Megatron-LM's data, tensor and pipeline parallelism as pinned strategies.
 
 Tensor parallelism shards the first linear layers of attention and MLP by columns (outputs) and the
-last linear layers by rows (inputs), so that attention and MLP have one all-reduce each in forward
-and in backward (Shoeybi et al., 2019). Sequence parallelism replaces each all-reduce by a
+last linear layers by rows (inputs). Attention and MLP then have one all-reduce each in forward and
+in backward (Shoeybi et al., 2019). Sequence parallelism replaces each all-reduce by a
 reduce-scatter and an all-gather, and shards norms and residuals along the sequence (Korthikanti et
 al., 2022).
 """

@@ -24,8 +24,8 @@ _PROCESS_ATTRIBUTES = ("_original_object_hash",)
 """Attributes of `transformers` configurations that differ between processes."""
 
 Seen = dict[int, tuple[int, Any]]
-"""Described objects by `id()`, each with its index. The reference to the object keeps Python from
-reusing the `id()`."""
+"""(index, object) of each described object, by `id()`. The reference to the object keeps Python
+from reusing the `id()`."""
 
 
 def description_lines(value: Any, seen: Seen | None = None) -> Iterator[str]:

@@ -51,10 +51,10 @@ class MicroBatchCapture:
     def graph(self, batch_dims: Mapping[str, int | None] | None) -> tuple[Graph, SampleDims]:
         """Return the graph of a micro-batch, and the batch dimension of each leaf.
 
-        By default the batch dimension is dimension 0 of each input whose dimension 0 is as large as
-        that of the first input. If micro-batches then do not compute the loss of the global batch,
-        the function chooses the batch dimensions with which micro-batches read the fewest elements
-        of the global batch. If no choice works, `graph.whole_batch` is the reason as a string.
+        The default is dimension 0 of all inputs with the same size of dimension 0 as the first
+        input. If micro-batches with these dimensions cannot compute the loss of the global batch,
+        other dimensions are tried, and those with the fewest elements computed for the global batch
+        are chosen. If no dimensions work, `graph.whole_batch` is the reason as a string.
 
         Args:
             batch_dims: batch dimensions by input name, as specified by the user; None for the

@@ -1,8 +1,8 @@
 """Checkpoints in the format of torch.distributed.checkpoint (DCP), for any plan and device count.
 
 A checkpoint is a subfolder `step-N` of the run's folder. Keys are the parameter names of the
-original model, and every rank reads the shards of its own plan, so that a model can be loaded under
-a different plan.
+original model, and each rank reads the shards that its own plan needs. So a model can be loaded
+under another plan.
 """
 
 from __future__ import annotations

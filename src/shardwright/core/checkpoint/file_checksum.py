@@ -1,7 +1,7 @@
 """Checksum files for `save_pretrained` weights and for token files, whose formats have none.
 
-`NAME.checksum` has the size of the file `NAME` and the CRC-32 of each of its blocks, so that a
-reader verifies only the blocks that it reads. A file without checksums is not verified.
+`NAME.checksum` has the size of the file `NAME` and the CRC-32 of each block. Readers verify only
+the blocks that they read. A file without checksums is not verified.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Collectives of parameter buckets: one all-gather and one gradient reduction for all members.
 
 Starting a collective and waiting for its result are separate calls, between which computation runs.
-Members are concatenated in one flat buffer. A single member that is sharded along its first
-dimension has the same memory layout in the buffer as in use, and is not copied.
+Members are concatenated in one flat buffer. The buffer of a single member that is sharded along
+dimension 0 is the unsharded tensor itself, without a copy.
 """
 
 from __future__ import annotations

@@ -123,8 +123,8 @@ def _make_finish_for_final_shape(group: Group) -> Callable[[Tensor, torch.dtype]
 def _make_finish_with_concatenation(
     dim: int, group: Group
 ) -> Callable[[Tensor, torch.dtype], Tensor]:
-    """Return a `Collective.finish` that waits for the pending result, whose shards are stacked
-    along dimension 0, and concatenates the shards along `dim`."""
+    """Return a `Collective.finish` that waits for the pending result and moves its shards from
+    dimension 0 to `dim`."""
 
     def finish(pending: Tensor, dtype: torch.dtype) -> Tensor:
         out = complete(pending, dtype, group)
@@ -318,8 +318,8 @@ def _bind_permutation(targets: Sequence[int], axes: Axes, devices: Devices) -> B
 def _make_permutation_splits(
     targets: Sequence[int], axes: Axes, devices: Devices
 ) -> tuple[Group, list[Index], list[Index]]:
-    """Return the group over `axes`, and for each of its ranks the numbers of blocks (0 or 1) that
-    this rank sends to it and receives from it in a permutation.
+    """Return the group over `axes`, and the number of blocks (0 or 1) that this rank sends to, and
+    receives from, each rank of the group in a permutation.
 
     Args:
         targets: for each position in the group, the position of the rank to which it sends.

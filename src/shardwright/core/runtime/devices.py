@@ -35,8 +35,8 @@ Subgroups = dict[tuple[tuple[int, ...], ...], dist.ProcessGroup | None]
 group that contains this rank, or None."""
 
 Index = int | torch.SymInt
-"""An index that depends on the rank, such as that of a shard; a `SymInt` if one process simulates
-many ranks."""
+"""A value that depends on the rank, such as the index of its shard; a `SymInt` if one process
+simulates many ranks."""
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,11 @@ SampleDims = tuple[int | None, ...]
 
 
 def first_dims(leaves: Sequence[Any]) -> SampleDims:
-    """Return the default batch dimension of each leaf: 0 for tensors whose dimension 0 is as large
-    as that of the first non-scalar tensor, None for other leaves."""
+    """Return the default batch dimension of each leaf.
+
+    It is 0 for tensors with the batch size, the size of dimension 0 of the first non-scalar tensor;
+    None for other leaves.
+    """
     sizes = [leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim]
     return tuple(
         0 if isinstance(leaf, Tensor) and leaf.ndim and leaf.shape[0] == sizes[0] else None

@@ -2,10 +2,9 @@
 
 Orthogonalization needs full matrices, and rounds to bfloat16 in each product, so products of shards
 would give other numbers. So n ranks with shards of the same matrices process n matrices at a time:
-each rank receives the shards of one matrix, orthogonalizes it, and sends the shards back. For n
-matrices of N elements the communication volume of a rank is 4 N (n - 1) / n bytes, instead of
-2 N (n - 1) with all-gathers, and each matrix is orthogonalized once. Replicas orthogonalize the
-same matrices, without communication.
+each rank receives the shards of one matrix, orthogonalizes it, and sends the shards back. Each
+matrix is orthogonalized once. For n matrices of N elements, a rank sends 4 N (n - 1) / n bytes;
+all-gathers would send 2 N (n - 1). Replicas orthogonalize the same matrices, without communication.
 """
 
 from __future__ import annotations

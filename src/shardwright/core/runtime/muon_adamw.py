@@ -37,8 +37,8 @@ def table_shapes(net: nn.Module) -> frozenset[Shape]:
 class MuonAdamW(Optimizer):
     """Muon for matrices and AdamW for all other parameters, with one learning rate.
 
-    Muon's updates are scaled to the size of AdamW's (Liu et al., "Muon is Scalable for LLM
-    Training", 2025), so that both use the learning rate and weight decay of AdamW.
+    Both use the learning rate and weight decay of AdamW, because Muon's updates are scaled to the
+    size of AdamW's (Liu et al., "Muon is Scalable for LLM Training", 2025).
 
     Args:
         params: parameters, or parameter groups with a `weight_decay` of their own.

@@ -8,8 +8,8 @@
 | `linear` | computes the product | computes the gradient of the input only |
 
 Autograd runs the lines in reverse, so computation between `start` and `finish` overlaps the
-collective in both directions. A weight gradient that is delayed to a line between them overlaps the
-collective of the input gradient, as in Megatron-LM (Korthikanti et al., "Reducing activation
+collective in both directions. A line `delay` between them computes the weight gradient during the
+collective of the input gradient, as Megatron-LM does (Korthikanti et al., "Reducing activation
 recomputation in large transformer models", 2022).
 """
 

@@ -23,8 +23,8 @@ LIBRARIES = re.compile(r"(torch|shardwright|contextlib|functools|threading|runpy
 
 
 def waiting_call_and_line(frame: FrameType | None) -> tuple[str, str]:
-    """Return the function of `torch.distributed` in which a thread waits for all ranks, and the
-    user's line that called it; each is empty if not found."""
+    """Return the function of `torch.distributed` in which a thread waits for other ranks, and the
+    user's line with the call; empty strings if unknown."""
     waits_in = ""
     while frame is not None:
         module, code = frame.f_globals.get("__name__", ""), frame.f_code

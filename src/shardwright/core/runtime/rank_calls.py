@@ -1,9 +1,9 @@
 """Detect ranks that wait for each other in different calls, and raise one error on all ranks.
 
-Every rank counts its collective calls. If a rank neither begins nor ends a call for `IDLE_SECONDS`
-seconds, a thread writes the state of the rank to the store of the process group, and rank 0
-compares the states. If the ranks are deadlocked, all raise the same error within seconds. Each rank
-closes its connections to other ranks, which ends the collectives that block them.
+Every rank counts its collective calls. A rank is idle if it neither begins nor ends a call for
+`IDLE_SECONDS` seconds. A thread of each idle rank writes its state to the store of the process
+group, and rank 0 compares the states. If the ranks are deadlocked, all raise the same error within
+seconds. To interrupt blocked collectives, each rank closes its connections to other ranks.
 
 Some calls wait in the store for all ranks before they communicate: calls that one rank might make
 alone by mistake, and calls that `ExpectedCalls` did not predict. Other calls do not access the

@@ -1,9 +1,9 @@
 """Reshard after forward: free gathered parameters and gather them again in the backward pass.
 
 Saved-tensor hooks replace each gathered parameter that autograd saves, or a view of it, by a
-reference: its bucket, its index in the bucket, and the size, stride and offset of the view. When
-the backward pass unpacks the first reference to a bucket, the bucket is gathered, and the bucket
-that was used before it is prefetched; after the last reference the bucket is freed.
+reference: its bucket, its index in the bucket, and the size, stride and offset of the view. The
+first reference to a bucket that the backward pass unpacks gathers the bucket, and prefetches the
+bucket used before it in the forward pass. After the last reference the bucket is freed.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Read the pickled metadata of torch.distributed.checkpoint (DCP) as data, without calling it.
 
-The unpickler supports only the opcodes that DCP writes. Where `pickle` would create or change an
-object, the unpickler fills a `_PickledObject`, so that a file from an unknown source neither runs
-code nor changes a class of this process. These objects are then converted to DCP's classes field by
-field.
+The unpickler supports only the opcodes that DCP writes. It fills a `_PickledObject` where `pickle`
+would create or change an object, so an untrusted file cannot run code or change classes of this
+process. The `_PickledObject`s are then converted to DCP's classes, field by field.
 """
 
 from __future__ import annotations
@@ -211,8 +210,8 @@ def _get_required_field(record: object, name: str, expected: type[FieldT]) -> Fi
 class _DataUnpickler(_Unpickler):
     """Unpickler that fills `_PickledObject`s instead of creating objects.
 
-    Derived from the unpickler in Python, as the unpickler in C allocates memory up to the largest
-    memo index of a file, and hashes keys of any depth.
+    Derived from Python's unpickler, not the one in C: that allocates memory up to the largest memo
+    index of a file, and hashes keys of any depth.
     """
 
     stack: list[Any]

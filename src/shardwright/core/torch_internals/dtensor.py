@@ -95,8 +95,8 @@ def assign_dtensor(tensor: DTensor, value: DTensor) -> None:
 def share_version_counter(parameter: DTensor) -> nn.Parameter:
     """Make a copy of a DTensor parameter that shares the version counter of its local tensor.
 
-    An in-place change of the parameter then also changes the version of the local tensor, so that a
-    backward pass raises if the parameter was changed after its local tensor was saved.
+    In-place changes of the parameter then increment the version of the local tensor too. So a
+    backward pass raises an error if the parameter has changed since its local tensor was saved.
     """
     local = parameter._local_tensor
     if type(local) is not Tensor:  # simulated ranks

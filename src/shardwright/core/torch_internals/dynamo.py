@@ -1,8 +1,8 @@
 """Graph, guards and bytecode that TorchDynamo captures in one call of a Python function.
 
 `fullgraph_capture`, the entry point below `torch.compile` and `aot_compile`, executes the bytecode
-of a function symbolically. The result is a graph of the tensor operations, bytecode that replays
-side effects and rebuilds the function's result, and guards on all Python state that was read.
+of a function symbolically. It returns a graph of the tensor operations, bytecode that replays side
+effects and rebuilds the function's result, and guards on all Python state that the function read.
 """
 
 from __future__ import annotations

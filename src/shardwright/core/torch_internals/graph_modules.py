@@ -13,8 +13,8 @@ def without_generated_code() -> Iterator[None]:
     """Context in which graph modules generate Python code when they are called, not when they
     change.
 
-    Every pass of `torch.export` generates and compiles the code of its graph, which takes a third
-    of the time of an export, and capture reads only the graph.
+    Every pass of `torch.export` generates and compiles the code of its graph, a third of the time
+    of an export. Capture reads only the graph, not the code.
     """
     with _use_lazy_graph_module(True):
         yield

@@ -84,8 +84,7 @@ def planned_actions(
 
 @cache
 def _skip_message_planning(schedule: TorchSchedule) -> TorchSchedule:
-    """Return a subclass of `schedule` that does not plan sends and receives, which takes most of
-    the time of constructing a schedule."""
+    """Return a subclass of `schedule` without sends and receives, which is faster to construct."""
     if not issubclass(schedule, PipelineScheduleMulti):
         return schedule
     subclass: Any = type(schedule.__name__, (schedule,), {})
@@ -135,9 +134,9 @@ def pipeline_stage(
 class InFlightStage(PipelineStage):
     """Stage whose receive buffers exist only for the micro-batches in flight.
 
-    `PipelineStage` allocates the buffers of all micro-batches, and keeps them between steps. Here,
-    a micro-batch has buffers from its receive to the end of its backward pass, or of its forward
-    pass without a backward pass; at other times a `_ReleasedBuffer` takes their place.
+    `PipelineStage` allocates the buffers of all micro-batches, and keeps them between steps. This
+    stage allocates the buffers of a micro-batch when it is received, and releases them after its
+    backward pass, or after its forward pass in evaluation. Released buffers are `_ReleasedBuffer`s.
     """
 
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
@@ -246,8 +245,8 @@ def _release_receive_buffers(messages: Iterable[Any]) -> None:
 class SelectiveStage(InFlightStage):
     """Stage for PyTorch 2.11 that supports tensors without gradient, like `PipelineStage` of 2.13.
 
-    `PipelineStage` of 2.11 treats all received tensors, including integers, as leaves that require
-    gradients, and fails if one of them receives no gradient.
+    `PipelineStage` of 2.11 makes all received tensors, even integers, require gradients, and fails
+    if one of them gets no gradient.
     """
 
     arriving: tuple[Tensor, ...]

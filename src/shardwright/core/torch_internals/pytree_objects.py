@@ -3,9 +3,9 @@ from built-in containers.
 
 An object with tensors is flattened by fields, and rebuilt by setting its fields without calling
 `__init__`. Fields that are numbers, strings, tensors, or containers of these are children. Other
-fields are constants of the structure if their value cannot change; otherwise the structure has only
-the field's class, and the rebuilt object raises an error where the field is used. An object without
-tensors, such as a configuration, is a constant.
+immutable fields are constants of the structure. For all other fields the structure has only the
+class, and a rebuilt object raises an error when the field is used. An object without tensors, such
+as a configuration, is a constant.
 """
 
 from __future__ import annotations

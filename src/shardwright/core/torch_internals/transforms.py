@@ -68,8 +68,8 @@ def transforms_called_by(call: Calling) -> Iterator[None]:
         return outermost(lambda p, t: _jvp(f, p, t, argnums, **options), primals, tangents)
 
     def vjp(f: Any, *primals: Any, **options: Any) -> Any:
-        """Run `vjp` with a pullback that recomputes `f`; operators that the pullback does not need
-        are later removed as dead code."""
+        """Run `vjp` with a pullback that recomputes `f`, whose unused operators are removed later
+        as dead code."""
         if inside:
             return _vjp(f, *primals, **options)
 

@@ -138,7 +138,7 @@ class CheckpointPolicy:
                 )
 
     def saves_at(self, step: int, last_step: int) -> bool:
-        """Whether a checkpoint is saved after `step`; always after `last_step`."""
+        """Whether the run saves a checkpoint after `step`: at its interval and after the last."""
         section = self.train.checkpoint
         # The last step is saved at any interval: its weights are the result of the run.
         return section is not None and (step % section.every == 0 or step == last_step)

@@ -1,7 +1,7 @@
 """Find unknown keys of a configuration file without importing its schema.
 
-The schema needs torch, whose import takes seconds. So the keys of each section are read from the
-source of the schema: the annotated fields of its classes.
+The schema needs torch, whose import takes seconds. So this module reads the keys of each section
+from the source of the schema: the annotated fields of its classes.
 """
 
 from __future__ import annotations

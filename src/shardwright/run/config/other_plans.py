@@ -53,7 +53,7 @@ class AlternativePlanner:
 
     @classmethod
     def of(cls, run: Run, devices: int) -> AlternativePlanner:
-        """Capture `run` and plan it for `devices` devices.
+        """Return a planner of alternatives, after capturing and planning `run` for `devices`.
 
         Raises:
             ShardwrightError: if the model cannot be built, captured or planned.

@@ -394,7 +394,7 @@ class Run:
         return model_in_config and data.seq_length is not None
 
     def model_to_plan(self) -> nn.Module:
-        """Build the model for capture: on the meta device if a language model, else deferred."""
+        """Build the model for capture: a language model on the meta device, others deferred."""
         self.on_progress("build")
         # Language models read no values while they are built, so the meta device suffices.
         if self.config.model.is_language_model:

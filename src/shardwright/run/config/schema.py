@@ -431,7 +431,7 @@ class Config(Section, frozen=True):
 
     @property
     def evaluation_data(self) -> DataSection:
-        """Section `data` with the changes of `train.evaluation`, which must be set."""
+        """Section `data` of the evaluation; the key `train.evaluation` must be set."""
         assert self.train.evaluation is not None
         changes = self.train.evaluation.model_dump(include={"path", "arguments"})
         # Built anew, so that the checks of the section run on the changed keys.

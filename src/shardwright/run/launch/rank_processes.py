@@ -173,8 +173,8 @@ def wait_for_ranks(
 def stop_ranks(ranks: Sequence[RankProcess], timeout: timedelta, stop_signals: Sized) -> None:
     """Send SIGTERM to running ranks, and wait until they have ended.
 
-    Ranks of a run with checkpoints save a checkpoint before they end. Does nothing if a rank is
-    stopped.
+    Ranks of a run with checkpoints save a checkpoint before they end. Does nothing if a signal such
+    as SIGSTOP has stopped a rank.
 
     Args:
         timeout: longest time to wait.

@@ -22,10 +22,10 @@ from torch.distributed.distributed_c10d import Store
 from shardwright.core.runtime.accelerator import LOOPBACK
 
 STORE_VARIABLE = "SHARDWRIGHT_STORE"
-"""Environment variable with the path of the store file of a rank's launcher."""
+"""Environment variable of ranks: path of the launcher's store file."""
 
 RUN_VARIABLE = "TORCHELASTIC_RUN_ID"
-"""Environment variable with the unique name of a run, which is the name of its store file."""
+"""Environment variable of ranks: unique name of the run, also the name of its store file."""
 
 
 @contextmanager
@@ -37,7 +37,7 @@ def private_folder() -> Iterator[Path]:
 
 
 def store_settings(folder: Path, run: str) -> dict[str, str]:
-    """Return the environment variables of ranks that meet in a file of `folder`.
+    """Return the environment variables with which ranks rendezvous by a file in `folder`.
 
     Args:
         folder: a private folder.
@@ -73,8 +73,8 @@ def serve_store() -> Iterator[int]:
 def serve_tcp_store(host: str, port: int, timeout: timedelta, shared: bool = True) -> dist.TCPStore:  # type: ignore[name-defined]
     """Serve a `TCPStore`, only on `host` if that is an IP address or `localhost`.
 
-    For any other host name, which other nodes may resolve to another address, the store listens on
-    all interfaces, as `TCPStore` does by default.
+    For other host names the store listens on all interfaces, as `TCPStore` does by default, because
+    other nodes may resolve the name to another address.
 
     Args:
         host, port: address of the store; port 0 for any free port.

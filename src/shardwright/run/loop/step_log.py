@@ -93,8 +93,8 @@ def _make_step_record_adapter() -> TypeAdapter[StepRecord]:
 def open_step_log(path: Path, start: Position) -> TextIO:
     """Open the step log at `path` to append the steps from `start` on.
 
-    Removes the lines of steps after `start`, which will run again, and a last line truncated by a
-    crash, so that no step is logged twice.
+    Removes the lines of later steps, which will run again and be logged again, and a last line
+    truncated by a crash.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     content = read_text(path, DataError) if path.exists() else ""

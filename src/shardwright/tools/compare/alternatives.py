@@ -25,9 +25,8 @@ AUTO, EXPERT, DATA_PARALLEL, TENSOR_PARALLEL, GRID, OF_GRID = (
     "best of grid",
     "of grid",
 )
-"""Types of compared plans. `best of grid` is the fastest plan within the memory limit, over all
-degrees of data, tensor and pipeline parallelism; `of grid` is a plan that is faster but exceeds the
-limit."""
+"""Types of compared plans. The grid has all degrees of data, tensor and pipeline parallelism: `best
+of grid` is its fastest plan within the memory limit, `of grid` a faster plan over the limit."""
 
 TOLERANCE = 1e-3
 """Relative difference below which two step times count as equal."""

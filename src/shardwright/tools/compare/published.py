@@ -225,8 +225,8 @@ class PlannedRun:
     def _compute_bucket_bytes(self, graph: Graph, blocks: Sequence[str]) -> float:
         """Return the size of the framework's communication buckets, in bytes.
 
-        FSDP communicates block by block; the buckets of Megatron Core (40 million elements) and of
-        DeepSpeed's ZeRO-1 (500 million) are at least as large as a block, the size assumed here.
+        Assumes buckets of one block, as in FSDP. The buckets of Megatron Core (40 million elements)
+        and of DeepSpeed's ZeRO-1 (500 million) have at least the size of a block.
         """
         if not self.software.gathers_blocks and self.run.sharded == "parameters":
             # No two parameters fit into one bucket.
@@ -290,8 +290,8 @@ def _iterate_attention_ops_to_recompute(
     """Yield the operators that Megatron-LM's selective checkpointing recomputes, by name.
 
     These are the operators from the first to the last matrix product of unfused attention
-    (Korthikanti et al., "Reducing activation recomputation in large transformer models", 2022);
-    each block is one checkpointed segment. Fused attention recomputes its scores by itself.
+    (Korthikanti et al., "Reducing activation recomputation in large transformer models", 2022).
+    Each block is one checkpointed segment. Fused attention recomputes its scores by itself.
     """
     ops_of_block: dict[str, list[Op]] = {}
     for op in graph.ops:

@@ -79,8 +79,8 @@ def unsaved_bytes(chunk: Chunk, software: Software) -> float:
 def _iterate_unsaved_activation_bytes(chunk: Chunk) -> Iterator[float]:
     """Yield the bytes of each activation function's output that a fused kernel does not save.
 
-    A kernel that fuses the activation function with the product that reads it, as in SwiGLU, saves
-    only the inputs of the two.
+    As in SwiGLU, a kernel that fuses the activation function with the following product saves only
+    the inputs of both.
     """
     graph = chunk.graph
     readers: dict[Value, list[Op]] = {}
@@ -115,9 +115,9 @@ def _count_unsaved_expert_bytes(op: Op, chunk: Chunk) -> float:
 def _iterate_regathered_input_bytes(chunk: Chunk) -> Iterator[float]:
     """Yield the bytes per device that Megatron-LM saves by regathering an input of linear layers.
 
-    With sequence parallelism Megatron-LM keeps only the shard of an all-gathered input, and gathers
-    it again in the backward pass, overlapped with the input gradient (Korthikanti et al., "Reducing
-    activation recomputation in large transformer models", 2022).
+    With sequence parallelism Megatron-LM keeps only the shard of an all-gathered input. It gathers
+    the input again in the backward pass, overlapped with the input gradient (Korthikanti et al.,
+    "Reducing activation recomputation in large transformer models", 2022).
     """
     gathered = {}
     for op in chunk.graph.ops:
@@ -154,8 +154,10 @@ def local_output_bytes(op: Op, mesh: DeviceMatrix, cuts: Mapping[str, Cuts]) -> 
 def saved_producers(
     graph: Graph, not_recomputed: Sequence[Op], recomputed: Iterable[Op]
 ) -> list[Op]:
-    """Return the operators of `not_recomputed` whose results autograd saves for the backward pass,
-    or that `recomputed` operators read when they run again."""
+    """Return the operators of `not_recomputed` whose results the backward pass needs.
+
+    Autograd saves these results, or `recomputed` operators read them when they run again.
+    """
     saved: list[Value] = [value for op in recomputed for value in op.inputs]
     for op in not_recomputed:
         indices = saved_tensors(op)

@@ -1,4 +1,4 @@
-"""Extend the graph of a model with three blocks to that of a model with more of these blocks.
+"""Extend the graph of a model with three equal blocks to more blocks.
 
 Capturing dozens of equal blocks takes most of the time of planning a large model. The middle block
 is copied instead, under the names of the omitted blocks.

@@ -139,10 +139,10 @@ def run_worker(request: str, result: str) -> None:
 def tiny_run(run: Run, devices: int) -> Run:
     """Scale an expert configuration down to its tiny variant, in float32 on the built-in text.
 
-    The numbers of stages and of tensor-parallel devices are taken from the configuration, reduced
-    to divisors of `devices` that the tiny model allows; the rest is data parallelism. The degree of
-    expert parallelism is reduced to a divisor of the tiny model's number of experts. Stages have
-    equal numbers of blocks. With ZeRO, parameters of every size are sharded.
+    Reduces the configuration's degrees of pipeline and tensor parallelism to divisors of `devices`
+    that the tiny model allows; data parallelism uses all other devices. Reduces the degree of
+    expert parallelism to a divisor of the tiny model's number of experts. Stages have equal numbers
+    of blocks. With ZeRO, parameters of every size are sharded.
 
     Args:
         run: the run of an expert configuration.

@@ -1,4 +1,4 @@
-"""Content of a report page as dataclasses, with lengths as fractions, and its rendering as HTML."""
+"""Content of a report page as dataclasses, with all lengths as fractions, and rendering to HTML."""
 
 from __future__ import annotations
 
