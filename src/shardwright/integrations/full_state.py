@@ -91,7 +91,7 @@ def check_one_stage(net: nn.Module, call_name: str) -> None:
         if isinstance(module, ParallelModule) and module.execution.devices.stages > 1:
             raise CheckpointError(
                 f"{call_name}: {type(module).__name__} has {module.execution.devices.stages} "
-                "pipeline stages, whose optimizers have different parameters, so there is no "
-                "optimizer state of one process\nsave with `sw.save_checkpoint`, which any plan "
-                "loads, and weights for one process with `sw.save_state_dict`"
+                "pipeline stages with separate optimizers, which cannot be saved as one optimizer\n"
+                "save with `sw.save_checkpoint`, which any plan loads, and weights for one process "
+                "with `sw.save_state_dict`"
             )

@@ -113,8 +113,8 @@ def pin_expert(
             shard(module, (layout("dp", "cp", "None"), layout("mp", "None")))
     if not has_row_layers:
         raise ConfigError(
-            f"{type(net).__name__} has no layers named {' or '.join(ROW)}, so its Megatron strategy"
-            " is not known\nname its layers as in `shardwright.models`, or let a search plan it"
+            f"{type(net).__name__} has no layers named {' or '.join(ROW)}, by which row-parallel"
+            " layers are found\nname its layers as in `shardwright.models`, or let a search plan it"
         )
 
 

@@ -342,8 +342,7 @@ def _make_root_gradients(graph: Graph, roots: Sequence[Tensor]) -> list[Tensor |
 
 
 def _make_deterministic_gradient(like: Tensor) -> Tensor:
-    """Return a tensor of distinct numbers with the shape and dtype of `like`: sines of 1, 2, 3, ...
-    radians or, for complex dtypes, points of the unit circle at these angles."""
+    """Return sin(1), sin(2), … in the shape and dtype of `like`; exp(i), exp(2i), … if complex."""
     # In float64 whatever the dtype, so that all dtypes get the same angles.
     angles = 1 + torch.arange(like.numel(), dtype=torch.float64).reshape(like.shape)
     circle = torch.polar(torch.ones_like(angles), angles)

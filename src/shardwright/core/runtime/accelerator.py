@@ -105,10 +105,10 @@ def hardware_of(device: torch.device) -> str | None:
 
 
 def device_of_group() -> torch.device:
-    """Return the device for collectives of the process group, or of the only process.
+    """Return the device on which this process runs collectives.
 
-    With a backend for accelerators, the device is the process's accelerator, by default the device
-    of index `LOCAL_RANK`; otherwise the device is the CPU.
+    This is the process's accelerator if the process group has a backend for accelerators, by
+    default the device of index `LOCAL_RANK`. Otherwise it is the CPU.
     """
     accelerator = accelerator_type()
     if accelerator is None:

@@ -296,7 +296,7 @@ def _get_sharded_dim(step: RedistributionStep) -> int:
 
 
 def start_all_reduce(step: RedistributionStep, devices: Devices) -> BoundCollective:
-    """Bind an all-reduce step that only starts the collective; its consumer waits for it."""
+    """Bind an all-reduce that only starts; the operator that reads the result waits for it."""
     start = all_reduce(devices.group(step.axes)).start
     return BoundCollective(blocking(start), blocking(identity))
 

@@ -102,7 +102,7 @@ def by_all_ranks(
 
 
 def model_call(name: str, devices: Devices) -> AbstractContextManager[None]:
-    """Return the context of a model's call; waits for all ranks unless the call was predicted.
+    """Return the context of a model's call, which waits for all ranks in an unexpected call.
 
     Raises:
         DataError: on all ranks, if they wait for each other in different calls.

@@ -63,7 +63,7 @@ WARN_AFTER = 20.0
 """Seconds of waiting for other ranks in one call, after which a rank logs one warning."""
 
 ERROR_DELAY = 4 * POLL_INTERVAL
-"""Seconds for which a rank delays raising the common error, so that other ranks can read it."""
+"""Seconds that a rank waits before it raises the error of all ranks, so that all can read it."""
 
 MAX_CALLS = 64
 """Maximum number of recent collective calls in a rank's state in the store."""

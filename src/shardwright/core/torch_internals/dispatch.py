@@ -94,7 +94,7 @@ def operators_with_autocast(key: str) -> list[str]:
 
 @contextmanager
 def autocast_kernels(kernels: Mapping[str, Callable[..., object]]) -> Iterator[None]:
-    """Context manager in which CPU autocast runs `kernels` instead of its own.
+    """Context manager in which `kernels` replace PyTorch's kernels of CPU autocast.
 
     Args:
         kernels: replacements of autocast kernels, by operator name.
@@ -132,7 +132,8 @@ def set_autocast_state(autocast: torch.autocast, region: AutocastState) -> None:
 
 @contextmanager
 def below_autocast() -> Iterator[None]:
-    """Context manager in which an autocast kernel can call its own operator without recursion."""
+    """Context manager that disables CPU autocast, so that an autocast kernel of an operator can
+    call the operator without recursion."""
     key = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
     with torch._C._ExcludeDispatchKeyGuard(key), without_torch_function():
         yield

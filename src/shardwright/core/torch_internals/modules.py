@@ -210,8 +210,8 @@ def set_log_level(level: int) -> None:
 
 
 def memo_of_process_groups(module: nn.Module) -> dict[int, dist.ProcessGroup]:
-    """Return a memo with which `copy.deepcopy` shares a model's process groups, for example in
-    `SyncBatchNorm`, as these cannot be copied."""
+    """Return a memo for `copy.deepcopy` that shares a model's process groups instead of copying
+    them, which is impossible. `SyncBatchNorm`, for example, has a process group."""
     return {
         id(value): value
         for submodule in module.modules()
