@@ -26,7 +26,7 @@ from shardwright.core.torch_internals import pytree
 from shardwright.errors import PlanError
 
 USER_CLASS = "class_before_planning"
-"""Attribute of the temporary class of a model before its first call: the user's class."""
+"""Attribute with the user's class, in the temporary class of a model before its first call."""
 
 STEP_IN_CALL = "runs_a_training_step"
 """Attribute that marks a `forward` replaced by `train_stages_in_calls`."""

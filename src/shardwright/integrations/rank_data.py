@@ -160,7 +160,7 @@ def _make_unsharded_data_shards() -> DataShards:
 
 
 LOADER_PARTS = ("base_dataloader", "batch_sampler", "sampler", "dataset")
-"""Attributes of a loader or batch sampler that may hold a sampler that divides samples over ranks.
+"""Attributes of a loader or batch sampler that may contain a sampler dividing samples over ranks.
 """
 
 

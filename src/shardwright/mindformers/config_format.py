@@ -29,7 +29,7 @@ class MindFormersRun(LanguageRun):
         return translate_run(self, self.devices)
 
     def fitted(self, config: Config, devices: int, servers: int) -> Config:
-        """Return `config` with batch size and `max_stages` for `devices` on `servers` servers.
+        """Return `config` with batch size and `max_stages` for this number of devices and servers.
 
         Raises:
             ConfigError: if the parallel degrees of the file do not multiply to `devices`.

@@ -33,7 +33,7 @@ _FAMILY_KEYS: Mapping[str, Mapping[str, str]] = {
         "rms_norm_eps": "layernorm_epsilon",
     },
 }
-"""For each family with other key names than LLaMA: its name of each key, by LLaMA's name."""
+"""Names of model size keys that differ from LLaMA's, by family and by LLaMA's name."""
 
 _ONLY_VALUES: Mapping[str, bool | float] = {
     "rotary_pct": 1.0,

@@ -27,7 +27,7 @@ _SCHEDULES = {
     "constant_with_warmup": "constant",
 }
 _CHECKPOINT_CALLBACKS = ("CheckpointMonitor", "CheckpointMointor")
-"""Names of the callback that saves checkpoints; older MindFormers versions have the typo."""
+"""Names of MindFormers' callback that saves checkpoints; the misspelled one is of old versions."""
 _ONLY_SCHEDULE_VALUES = {"warmup_epochs": 0.0, "num_cycles": 0.5}
 """The only supported value of some keys of MindFormers' `lr_schedule`, by key."""
 

@@ -16,8 +16,9 @@ from shardwright.core.torch_internals.local_tensors import tensors_by_rank
 from shardwright.errors import CaptureError
 
 TOLERANCE = 1e-4
-"""Maximum difference between two ranks' sums of a result, relative to its sum of absolute values.
-Not 0, because atomic additions on an accelerator run in varying order and so round differently."""
+"""Maximum difference between the sums of a result on two ranks, relative to the sum of its absolute
+values. Above 0, because atomic additions on accelerators run in varying order and so round
+differently."""
 
 _SAMPLE = 1 << 16
 """Number of elements in the position-weighted sum of a result, which detects permuted elements."""

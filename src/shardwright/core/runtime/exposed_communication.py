@@ -30,7 +30,7 @@ class WaitTimer:
 
     @contextmanager
     def enable(self, device: torch.device) -> Iterator[None]:
-        """Context in which waits of `device` are measured, by the device's clock."""
+        """Context that measures, by the clock of `device`, how long it waits for communication."""
         self.intervals = Intervals(device)
         try:
             yield

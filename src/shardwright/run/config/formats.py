@@ -47,7 +47,7 @@ class ForeignRun(Protocol):
         """Translate the file into a Shardwright configuration for `devices` devices."""
 
     def fitted(self, config: Config, devices: int, servers: int) -> Config:
-        """Return `config` with batch size and stages for `devices` devices on `servers` servers.
+        """Return `config` with batch size and stages for this number of devices and servers.
 
         Raises:
             ConfigError: if the parallel degrees of the file do not multiply to `devices`.

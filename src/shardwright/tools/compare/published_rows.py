@@ -364,7 +364,7 @@ def read_rows(file: str | Path, key: str) -> list[Any]:
     """Read a list of runs from a JSON file.
 
     Args:
-        key: name of the list, one of `LIST_KEYS`. A file whose top level is a list is `rows`.
+        key: name of the list, one of `LIST_KEYS`; `rows` if the top level of the file is a list.
 
     Returns:
         The entries of the list; [] if the file has only other lists.
