@@ -13,9 +13,10 @@ from shardwright.cli import app
 INTRODUCTION = """\
 # Commands
 
-In the order in which a new user meets them; `shardwright COMMAND --help` prints the same options.
-For an invalid input or file a command prints the problem and what to do to stderr, and exits with
-status 2. `shardwright --version` prints the versions of Shardwright, torch and Python.
+All commands with their options, in the order in which a new user needs them.
+`shardwright COMMAND --help` prints the same options. For an invalid input or file, a command prints
+the problem and a remedy to stderr, and exits with status 2. `shardwright --version` prints the
+versions of Shardwright, torch and Python.
 """
 
 
@@ -52,6 +53,4 @@ def _meaning(parameter: Any) -> str:
     default = getattr(parameter.default, "value", parameter.default)
     if default not in (None, False, ()) and parameter.show_default:
         notes.append(f"default: `{default}`")
-    if getattr(parameter, "multiple", False):
-        notes.append("may be repeated")
     return " ".join([text, *(f"({note})" for note in notes)]).strip()
