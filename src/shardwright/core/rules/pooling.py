@@ -34,9 +34,10 @@ from shardwright.core.rules.windowed import (
     spatial_factors,
 )
 
-aten = torch.ops.aten
 POOLS = ("max_pool{}d", "max_pool{}d_with_indices", "avg_pool{}d")
-ADAPTIVE_POOLS = ("adaptive_avg_pool{}d", "_adaptive_avg_pool{}d", "adaptive_max_pool{}d")
+ADAPTIVE_POOLS = ("adaptive_avg_pool{}d", "adaptive_max_pool{}d")
+BACKEND_POOLS = {2: ("_adaptive_avg_pool2d",), 3: ("_adaptive_avg_pool3d",)}
+"""Adaptive pools that traces have in place of the public ones, by number of spatial dimensions."""
 
 
 def pooling_rule(num_spatial: int) -> RuleMaker:
@@ -213,9 +214,8 @@ def _build_adaptive_kernel(
 
 for _spatial in (1, 2, 3):
     rule_for(*overloads(*(name.format(_spatial) for name in POOLS)))(pooling_rule(_spatial))
-    _adaptive = [name.format(_spatial) for name in ADAPTIVE_POOLS]
-    # There is no `_adaptive_avg_pool1d`.
-    rule_for(*overloads(*(name for name in _adaptive if hasattr(aten, name))))(
+    _adaptive = (name.format(_spatial) for name in ADAPTIVE_POOLS)
+    rule_for(*overloads(*_adaptive, *BACKEND_POOLS.get(_spatial, ())))(
         adaptive_pooling_rule(_spatial)
     )
 
