@@ -442,10 +442,15 @@ def _strip_common_prefix_and_suffix(first: Axes, second: Axes) -> tuple[Axes, Ax
 def _group_redistributed_axes(
     source: TensorLayout, target: TensorLayout, prefixes: tuple[Axes, ...]
 ) -> list[Axes]:
-    """Return the mesh axes that a redistribution moves, in the groups of the reduced problem.
+    """Return the mesh axes that a redistribution moves, in groups that move together.
 
-    Each axis is its own group, unless more than `ALL_MOVES_AXES` axes move; then axes that move
-    together share a group. The common leading axes of each dimension, `prefixes`, do not move.
+    Up to `ALL_MOVES_AXES` axes each are a group of their own. Of more axes, those that follow each
+    other in both layouts are one group, which keeps the search of a route short.
+
+    Args:
+        source: the layout before the redistribution.
+        target: the layout after it.
+        prefixes: the common leading axes of each dimension, which do not move.
     """
     fixed = {axis for axes in prefixes for axis in axes}
     before, after = _compute_axis_states(source, fixed), _compute_axis_states(target, fixed)

@@ -392,7 +392,9 @@ def _iterate_axis_permutations(
     fixed = tuple(dim[:length] for dim, length in zip(axes_by_dim, settled, strict=True))
     unsettled = tuple(dim[length:] for dim, length in zip(axes_by_dim, settled, strict=True))
     movable = axes.difference(*fixed)
-    for replacements in _list_equal_count_assignments(problem.sizes, unsettled, movable):
+    for replacements in _list_axis_assignments_with_equal_shard_counts(
+        problem.sizes, unsettled, movable
+    ):
         permuted = tuple(map(add, fixed, replacements))
         settles_more = any(map(gt, _count_settled_axes(permuted, problem.target), settled))
         if settles_more or len(problem.sizes) <= ALL_MOVES_AXES:
@@ -400,7 +402,7 @@ def _iterate_axis_permutations(
 
 
 @lru_cache(maxsize=1 << 14)
-def _list_equal_count_assignments(
+def _list_axis_assignments_with_equal_shard_counts(
     sizes: Axes, axes_by_dim: AxesByDim, axes: frozenset[int]
 ) -> tuple[AxesByDim, ...]:
     """Return all other assignments of axes to dimensions with the shard counts of `axes_by_dim`.

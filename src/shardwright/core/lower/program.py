@@ -103,8 +103,8 @@ class Program:
         Args:
             parameters: this rank's shards in the plan's storage layout; for an `unsharded` program,
                 the cached unsharded parameters of the step.
-            buffers: unsharded buffers by name, and the values of the `current` constants with which
-                the program was lowered.
+            buffers: unsharded buffers by name, and the values of the constants in the argument
+                `python_state` of `lower`.
             inputs: leaves of the call's arguments, with full tensors or, for inputs that arrive
                 sharded, this rank's shards.
             seed: seed of random operators, equal on all ranks and different in each step.
@@ -128,7 +128,7 @@ def lower(
     devices: Devices,
     unsharded: bool = False,
     pending_loss: bool = False,
-    current: frozenset[str] = frozenset(),
+    python_state: frozenset[str] = frozenset(),
 ) -> Program:
     """Lower `chunk` to the program of this rank.
 
@@ -139,10 +139,10 @@ def lower(
             micro-batches of a step, instead of gathering them itself.
         pending_loss: whether the all-reduce of the loss is started but not finished, as the
             backward pass does not need it; call `collectives.wait` before reading the loss.
-        current: names of constants that the program reads from its `buffers`, as their values
-            differ between calls.
+        python_state: names of the constants that hold tensors of the model's Python state. The
+            program reads them from its `buffers`, because each call may change them.
     """
-    return _ProgramEmitter(chunk, devices, unsharded, pending_loss, current).program()
+    return _ProgramEmitter(chunk, devices, unsharded, pending_loss, python_state).program()
 
 
 @dataclass
@@ -151,7 +151,7 @@ class _ProgramEmitter:
     devices: Devices
     unsharded: bool
     pending_loss: bool
-    current: frozenset[str]
+    python_state: frozenset[str]
     buckets: BucketLines = field(init=False)
     source: Source = field(default_factory=Source)
     variables: dict[Value, str] = field(default_factory=dict)
@@ -271,7 +271,7 @@ class _ProgramEmitter:
                 self.source.add([name], f"parameters[{cast_key(value)!r}]", [])
             elif value.origin is Origin.PARAMETER:
                 self.source.add([name], f"parameters[{value.name!r}]{cast}", [])
-            elif value.origin is Origin.BUFFER or value.name in self.current:
+            elif value.origin is Origin.BUFFER or value.name in self.python_state:
                 self.source.add([name], f"buffers[{value.name!r}]{cast}", [])
             elif value.origin is Origin.INPUT:
                 index = next(i for i, leaf in enumerate(self.graph.inputs) if leaf is value)

@@ -87,7 +87,7 @@ def _check_outputs_read_as_numbers(flow: SampleFlow, mixed: Collection[Value]) -
 def _infer_result_state(flow: SampleFlow, value: Value) -> SampleState:
     """Return the `SampleState` of `value`, an output or the new value of a buffer.
 
-    A value that the prologue computes is passed to the micro-batches, which return it.
+    If the prologue computes `value`, the micro-batches get and return it, and its state is `WHOLE`.
     """
     if value in flow.reduced:
         return flow.reduced[value]

@@ -298,7 +298,7 @@ class ModelCalls(Recapture):
         recomputes = bool(partitioned.decisions.recompute)
         devices = self._make_program_devices(partitioned)
         current = graph.python.current if graph.python is not None else frozenset()
-        draws, program = bool(random_operators(graph)), lower(chunk, devices, current=current)
+        draws, program = bool(random_operators(graph)), lower(chunk, devices, python_state=current)
         # The gradients of local outputs are scaled, so the returned tensor is not the one from
         # which other outputs are computed.
         local = partitioned.local_outputs

@@ -189,7 +189,9 @@ class RankStages:
         graph = self.partitioned.graph
         current = graph.python.current if graph.python is not None else frozenset()
         self.modules = tuple(
-            StageModule(chunk, lower(chunk, self.devices, unsharded=True, current=current), graph)
+            StageModule(
+                chunk, lower(chunk, self.devices, unsharded=True, python_state=current), graph
+            )
             for chunk in self.partitioned.chunks_of(self.devices.stage)
         )
         read = (v for module in self.modules for v in module.chunk.graph.buffers)

@@ -200,7 +200,7 @@ class GradientAccumulation:
         # at every ZeRO level.
         current = graph.python.current if graph.python is not None else frozenset()
         unsharded = self.micro_batches > 1
-        self.program = lower(chunk, devices, unsharded, pending_loss=True, current=current)
+        self.program = lower(chunk, devices, unsharded, pending_loss=True, python_state=current)
         self.unsharded = UnshardedParameters(self.program)
         self._whole_batch = GlobalBatchValues(partitioned, devices)
         self._waits = devices.waits

@@ -208,7 +208,8 @@ class CandidateFitting(SearchQueue):
         return self.smallest_measured is None or min_memory < self.smallest_measured[0].peak
 
     def _measure_fully_recomputed(self, queued: QueuedCandidate, depth: int) -> None:
-        """Measure a candidate with all blocks at a depth recomputed, and queue it if it fits.
+        """Measure a candidate with all modules at a depth of the model recomputed, and queue it if
+        it fits.
 
         If its largest stage needs more memory than the smallest plan so far, the other stages are
         not measured.

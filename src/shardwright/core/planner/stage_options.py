@@ -93,7 +93,7 @@ class LowestSeconds:
     searched: float = inf
 
     def add(self, candidate: Candidate, seconds: float) -> None:
-        """Add the lower bound `seconds` on the step time of a candidate."""
+        """Lower both bounds to `seconds`, a lower bound on the step time of `candidate`."""
         self.of_group = min(self.of_group, seconds)
         if not candidate.is_baseline:
             self.searched = min(self.searched, seconds)
