@@ -25,7 +25,7 @@ def test_lost_workers_resume_under_another_plan_and_train_as_one_process(tmp_pat
         command,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         check=False,
         env={**os.environ, **own},
     )
