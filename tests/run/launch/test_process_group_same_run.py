@@ -74,8 +74,8 @@ def test_ranks_of_the_same_run_go_on() -> None:
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            {"local_size": 4},
-            "ranks on the node: 4 for rank 1 on {0}, 1 for rank 0 on {0}",
+            {"local_size": 2},
+            "ranks on the node: 2 for rank 1 on {0}, 1 for rank 0 on {0}",
             marks=pytest.mark.slow,
         ),
     ],
