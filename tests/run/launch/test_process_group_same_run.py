@@ -73,11 +73,6 @@ def test_ranks_of_the_same_run_go_on() -> None:
             'device: "cuda" for rank 1 on {0}, "cpu" for rank 0 on {0}',
             marks=pytest.mark.slow,
         ),
-        pytest.param(
-            {"local_size": 2},
-            "ranks on the node: 2 for rank 1 on {0}, 1 for rank 0 on {0}",
-            marks=pytest.mark.slow,
-        ),
     ],
 )
 def test_a_difference_between_nodes_is_one_error_on_each_rank(
@@ -85,6 +80,14 @@ def test_a_difference_between_nodes_is_one_error_on_each_rank(
 ) -> None:
     error = difference.format(socket.gethostname())
     assert run({}, changes) == [f"ConfigError {error}; all ranks of a run need the same"] * 2
+
+
+@pytest.mark.slow
+def test_a_different_number_of_ranks_on_a_node_is_one_error_on_each_rank() -> None:
+    host = socket.gethostname()
+    difference = f"ranks on the node: 2 for rank 1 on {host}, 1 for rank 0 on {host}"
+    wanted = f"ConfigError {difference}; all ranks of a run need the same"
+    assert run({}, {"local_size": 2}, {}, size=3) == [wanted] * 3
 
 
 def test_a_rank_that_does_not_come_is_waited_for_as_long_as_for_a_collective() -> None:
