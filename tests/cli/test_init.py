@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 import shardwright as sw
+from features.full_disk_ranks import no_file_above
 from shardwright.cli import app
 
 ROOT = Path(__file__).parents[2]
@@ -90,3 +91,12 @@ def test_an_installed_wheel_holds_the_configurations_and_all_data(tmp_path: Path
     assert python("-c", run, path=str(target)).startswith(str(package))
     assert copied.read_bytes() == TINY.read_bytes()
     assert (package / "examples" / "demo.py").is_file()
+
+
+def test_a_full_disk_leaves_no_part_of_a_copy(tmp_path: Path) -> None:
+    copy = tmp_path / "run.yaml"
+    with no_file_above(20):
+        refused = CliRunner().invoke(app, ["init", "llama", "--out", str(copy)]).exception
+    assert isinstance(refused, OSError)
+    assert (refused.strerror, refused.filename) == ("File too large", str(copy))
+    assert not copy.exists()

@@ -104,8 +104,15 @@ def init_command(
     target = out or Path(file.name)
     try:
         # Mode x fails if the file exists, so that an edited configuration is never overwritten.
-        with target.open("xb") as stream:
-            stream.write(file.read_bytes())
+        stream = target.open("xb")
     except FileExistsError:
         raise ConfigError(f"{target} already exists\nchoose another file with --out") from None
+    try:
+        with stream:
+            stream.write(file.read_bytes())
+    except OSError as error:
+        # An incomplete file would be in the way of the next attempt.
+        target.unlink(missing_ok=True)
+        error.filename = str(target)
+        raise
     echo(f"written to {target}")

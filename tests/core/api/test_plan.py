@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import shardwright as sw
+from features.full_disk_ranks import no_file_above
 from sample_models import llama, mlp
 
 Model = tuple[Any, Any, Any]
@@ -112,3 +113,23 @@ def test_arguments_that_do_not_stand_in_a_tuple_are_refused_wherever_a_call_is_g
     for call in calls:
         with pytest.raises(sw.errors.CaptureError, match=r"must be a (tuple|mapping of names)"):
             call()
+
+
+def test_a_full_disk_leaves_the_graphs_of_the_earlier_plan(tmp_path: Path) -> None:
+    net, args, kwargs = mlp(batch=8, sizes=(16, 16))
+    sw.plan(net, args, kwargs, devices=2, save_graphs=tmp_path)
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    with no_file_above(20), pytest.raises(OSError, match="File too large"):
+        sw.plan(net, args, kwargs, devices=2, save_graphs=tmp_path)
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+
+
+def test_saved_graphs_have_no_control_characters(tmp_path: Path) -> None:
+    net = nn.Sequential()
+    net.add_module("a\u202eb\x1b[2J", nn.Linear(8, 8))
+    plan = sw.plan(net, (torch.randn(8, 8),), devices=2, save_graphs=tmp_path)
+    plan.report(tmp_path / "page.html")
+    for file in tmp_path.iterdir():
+        text = file.read_text()
+        assert "a\\u202eb\\u001b[2J" in text or file.name.startswith("3_"), file.name
+        assert not {"\u202e", "\x1b"} & set(text), file.name

@@ -338,3 +338,19 @@ def test_of_a_checkpoint_that_was_moved_and_linked_only_the_link_is_removed(
     sw.save_checkpoint(folder, model(1), position=HERE, keep=1)
     assert [path.name for path in folder.iterdir()] == ["step-3"]
     assert (moved / ".metadata").is_file()
+
+
+@pytest.mark.parametrize("name", ["step-007", "step-٧", "step-7\n", "step--7"])
+def test_folders_that_no_step_is_written_to_are_no_checkpoints(tmp_path: Path, name: str) -> None:
+    net = model(0)
+    sw.save_checkpoint(tmp_path, net, position=sw.Position(1))
+    (tmp_path / name).mkdir()
+    assert sw.load_checkpoint(tmp_path, net) == sw.Position(1)
+
+
+@pytest.mark.parametrize("name", ["step-final.removed", "step-٣.partial", "step-x.replaced"])
+def test_a_folder_with_a_name_of_ones_own_is_no_leftover(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "notes.txt").write_text("precious")
+    sw.save_checkpoint(tmp_path, model(0), position=HERE)
+    assert (tmp_path / name / "notes.txt").read_text() == "precious"

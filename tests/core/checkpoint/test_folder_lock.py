@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from core.checkpoint.lock_holder import FORK, holder
+from features.full_disk_ranks import no_file_above
 from shardwright.core.checkpoint import folder_lock
 from shardwright.core.checkpoint.folder_lock import LOCK_FILE, lock_folders
 from shardwright.errors import LockError
@@ -153,3 +154,9 @@ def test_only_a_lock_file_is_written(tmp_path: Path, kind: str) -> None:
     assert os.path.lexists(lock)
     assert other.read_text() == "precious" if other.exists() else kind == "dangling link"
     assert kind != "other file" or lock.read_text() == "precious"
+
+
+def test_a_full_disk_leaves_no_lock_and_no_new_folder(tmp_path: Path) -> None:
+    with no_file_above(0), pytest.raises(LockError, match=r"\.lock: File too large"):
+        lock_folders(tmp_path / "new").__enter__()
+    assert list(tmp_path.iterdir()) == []

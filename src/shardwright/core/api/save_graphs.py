@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from shardwright.core.lower.program import lower
 from shardwright.core.partition.pipeline_spec import ONE_STAGE
 from shardwright.core.plan import Plan
 from shardwright.core.runtime.devices import Devices
-from shardwright.errors import ShardwrightError
+from shardwright.errors import ShardwrightError, printable
 from shardwright.text_files import write_text
 
 # Numbered in the order in which they are written.
@@ -24,7 +24,7 @@ PROGRAM = "3_program_rank0.txt"
 
 
 class SavedGraphs:
-    """Writer of a plan's text files to a folder; deletes the files of an earlier plan.
+    """Writer of a plan's text files to a folder; replaces the files of an earlier plan.
 
     Args:
         folder: the folder, which is created if it does not exist.
@@ -33,9 +33,7 @@ class SavedGraphs:
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
-        # Otherwise the plan of an earlier run could be taken for the plan of this run.
-        for name in (GRAPH, PLAN, ERROR, PROGRAM):
-            (self.folder / name).unlink(missing_ok=True)
+        self._written = set[str]()
 
     def graph(self, graph: Graph) -> None:
         """Write the captured graph as text, without sharding."""
@@ -52,7 +50,9 @@ class SavedGraphs:
         try:
             yield
         except ShardwrightError as error:
-            self.error(error)
+            # A full disk must not replace the error of the plan, which is raised anyway.
+            with suppress(OSError):
+                self.error(error)
             raise
 
     def error(self, error: ShardwrightError) -> None:
@@ -60,7 +60,13 @@ class SavedGraphs:
         self._write_file(ERROR, f"{type(error).__name__}: {error}\n")
 
     def _write_file(self, name: str, content: str) -> None:
-        write_text(self.folder / name, content)
+        # Names in a model may have characters that a terminal executes.
+        write_text(self.folder / name, printable(content))
+        self._written.add(name)
+        # Otherwise the plan of an earlier run could be taken for the plan of this run. Only after
+        # the first file is written, so that a full disk deletes nothing.
+        for each in {GRAPH, PLAN, ERROR, PROGRAM} - self._written:
+            (self.folder / each).unlink(missing_ok=True)
 
 
 def program_text(plan: Plan) -> str:

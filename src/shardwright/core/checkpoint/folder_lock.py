@@ -73,6 +73,9 @@ def _lock_folder(folder: Path) -> Iterator[list[int]]:
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise _make_foreign_file_error(path) from None
+        if is_new:
+            with suppress(OSError):
+                folder.rmdir()
         raise LockError(f"cannot lock {path}: {error.strerror}\nuse a writable folder") from None
     if lock is None:
         yield []
@@ -165,11 +168,26 @@ def _acquire_lock(path: Path) -> int | None:
         # If not, the previous holder has removed the file since it was opened here, and the loop
         # opens the new one.
         if _is_file_at_path(path, file):
-            os.truncate(file, 0)
-            date = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-            os.write(file, f"{_format_lock_text(os.getpid())}{date}".encode())
+            _write_lock_text(path, file)
             return file
         os.close(file)
+
+
+def _write_lock_text(path: Path, file: int) -> None:
+    """Write the name of this process to the lock file that it holds.
+
+    Raises:
+        OSError: if nothing can be written, such as to a full disk; the lock file is removed.
+    """
+    date = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    try:
+        os.truncate(file, 0)
+        os.write(file, f"{_format_lock_text(os.getpid())}{date}".encode())
+    except OSError:
+        with suppress(OSError):
+            path.unlink()
+        os.close(file)
+        raise
 
 
 def _is_lock_file(descriptor: int) -> bool:

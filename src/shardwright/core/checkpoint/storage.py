@@ -45,7 +45,10 @@ from shardwright.core.checkpoint.manifest import (
 from shardwright.core.torch_internals.checkpoint_metadata import METADATA_FILE, loads_metadata
 from shardwright.errors import CheckpointError, DamagedCheckpointError
 
-FOLDER_NAME = re.compile(r"step-(\d+)")
+FOLDER_NAME = re.compile("step-(0|[1-9][0-9]*)")
+"""Names of the folders of checkpoints, as they are written: no leading zeros, ASCII digits only.
+
+Any other folder, such as `step-007`, is a user's, and could not be found by its step."""
 
 REPLACED = ".replaced"
 """Suffix of the folder of a complete checkpoint while another checkpoint of its step replaces it.
@@ -356,9 +359,9 @@ def clear_leftovers(folder: Path, step: int) -> None:
     Raises:
         CheckpointError: if a file has the name of a folder of a checkpoint. Nothing is changed.
     """
-    replaced_folders = list(folder.glob(f"step-*{REPLACED}"))
+    replaced_folders = _checkpoint_folders(folder, REPLACED)
     # From a crash while a checkpoint was written, or while an earlier one was removed.
-    leftovers = [each for suffix in LEFTOVERS for each in folder.glob(f"step-*{suffix}")]
+    leftovers = [each for suffix in LEFTOVERS for each in _checkpoint_folders(folder, suffix)]
     # Before anything is removed or renamed, and before a file could be taken for a checkpoint.
     for path in (folder / f"step-{step}", *replaced_folders, *leftovers):
         # A link without a target does not exist, but would be in the way too.
@@ -376,6 +379,13 @@ def clear_leftovers(folder: Path, step: int) -> None:
             replaced.rename(complete)
     for leftover in leftovers:
         _remove_folder(leftover)
+
+
+def _checkpoint_folders(folder: Path, suffix: str) -> list[Path]:
+    """Return the paths `step-N<suffix>` in the folder of a run, without other names such as
+    `step-final.removed`, which are a user's."""
+    paths = folder.glob(f"step-*{suffix}")
+    return [path for path in paths if FOLDER_NAME.fullmatch(path.name.removesuffix(suffix))]
 
 
 def _remove_checkpoint(folder: Path) -> None:

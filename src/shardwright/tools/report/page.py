@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from shardwright.core.cost.memory import bytes_text
 from shardwright.core.plan.rows import seconds_text
-from shardwright.errors import PlanError, needs_extra
+from shardwright.errors import PlanError, needs_extra, printable
 from shardwright.tools.report.picture import Picture
 
 Size = TypeVar("Size", int, float)
@@ -274,11 +274,20 @@ def page_html(page: Page) -> str:
     """
     with needs_extra("tools", "a report needs `jinja2`", PlanError):
         from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    def escape_controls(value: object) -> object:
+        # HTML of the template, whose texts are escaped already, has the attribute `__html__`.
+        if isinstance(value, str) and not hasattr(value, "__html__"):
+            return printable(value)
+        return value
+
     environment = Environment(
         loader=PackageLoader("shardwright.tools.report", "."),
         autoescape=True,  # Names of modules may contain any characters.
         # A misspelled field raises an error instead of rendering as nothing.
         undefined=StrictUndefined,
+        # Characters that change the order of the page's text, or that UTF-8 cannot encode.
+        finalize=escape_controls,
         # Lines that only have a tag of the template leave no empty lines.
         trim_blocks=True,
         lstrip_blocks=True,
