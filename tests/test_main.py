@@ -4,6 +4,7 @@ import json
 import platform
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -80,3 +81,15 @@ def test_the_versions_are_printed_without_torch() -> None:
     assert f"(torch {release}" in versions
     assert versions.endswith(f", Python {platform.python_version()})")
     assert last.split()[1] == "False"
+
+
+def test_a_working_folder_that_was_deleted_is_named(tmp_path: Path) -> None:
+    (tmp_path / "gone").mkdir()
+    script = "import os, sys; os.rmdir(os.getcwd()); sys.argv = ['shardwright', 'models']"
+    script += "; from shardwright.__main__ import run_command; run_command()"
+    ended = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path / "gone", capture_output=True, text=True
+    )
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr.startswith("error: the working folder cannot be used: No such file or dir")
+    assert len(ended.stderr.splitlines()) == 2

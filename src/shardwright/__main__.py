@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType, ModuleType
 
 from shardwright.errors import ConfigError, ShardwrightError, printable
-from shardwright.text_files import parse_yaml
+from shardwright.text_files import parse_yaml, read_text
 
 PACKAGE = Path(__file__).parent
 
@@ -47,7 +47,7 @@ def run_command() -> None:
     handles_interrupt = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if handles_interrupt:
         signal.signal(signal.SIGINT, _exit_on_interrupt)
-    problem = _make_unknown_keys_message(sys.argv[1:])
+    problem = _make_working_folder_message() or _make_unknown_keys_message(sys.argv[1:])
     if problem:
         message = f"error: {problem}\n".replace("\n", "\n  ").rstrip()
         sys.stderr.write(f"{printable(message)}\n")
@@ -63,6 +63,19 @@ def run_command() -> None:
         sys.exit(INTERRUPTED)
 
 
+def _make_working_folder_message() -> str:
+    """Return an error message if the working folder was deleted, which torch cannot be imported
+    in; empty otherwise."""
+    try:
+        os.getcwd()  # noqa: PTH109  (`Path.cwd` is the same call)
+    except OSError as error:
+        return (
+            f"the working folder cannot be used: {error.strerror}\n"
+            "it may have been deleted or replaced: change to it again with `cd`"
+        )
+    return ""
+
+
 def _make_unknown_keys_message(arguments: Sequence[str]) -> str:
     """Return an error message with the unknown keys in the configuration files among the arguments;
     empty if all keys are known. The command reports other mistakes, after importing torch."""
@@ -70,7 +83,7 @@ def _make_unknown_keys_message(arguments: Sequence[str]) -> str:
     for file in _iterate_config_files(arguments):
         # Files that do not exist or are invalid YAML are reported by the command.
         with suppress(OSError, ValueError, ShardwrightError):
-            content = parse_yaml(file.read_text(encoding="utf-8"), str(file), ConfigError)
+            content = parse_yaml(read_text(file, ConfigError), str(file), ConfigError)
             messages.append(_load_known_keys_module().unknown_keys(content, str(file)))
     return "\n".join(filter(None, messages))
 
