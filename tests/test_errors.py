@@ -1,5 +1,7 @@
 """What is not installed is one error that says what to install."""
 
+import errno
+import os
 import sys
 import tomllib
 from collections.abc import Callable
@@ -8,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from shardwright import errors
+from shardwright.errors import system_remedy
 from shardwright.models import LoRA, build, build_hf
 from shardwright.models.lora import adapt
 from shardwright.run.data.data import digits
@@ -68,3 +71,12 @@ def test_every_extra_that_an_error_names_exists() -> None:
     sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py"))
     named = {part.split('"')[0] for part in sources.split('needs_extra("')[1:]}
     assert {"transformers", "tools"} <= named <= set(project["optional-dependencies"])
+
+
+@pytest.mark.parametrize(
+    ("number", "remedy"),
+    [(errno.EMFILE, "ulimit -n"), (errno.ENOSPC, "free some space"), (errno.EACCES, "")],
+)
+def test_limits_of_the_system_have_a_remedy(number: int, remedy: str) -> None:
+    error = OSError(number, os.strerror(number))
+    assert (remedy in system_remedy(error)) and bool(remedy) == bool(system_remedy(error))

@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from shardwright import text_files
 from shardwright.errors import ConfigError
 from shardwright.text_files import (
     EditedFileWarning,
     content_digest,
     parse_yaml,
+    read_text,
     warn_if_edited,
     write_text,
 )
@@ -101,3 +103,34 @@ def test_nothing_is_written_through_a_link_in_place_of_the_new_file(tmp_path: Pa
     (tmp_path / f".plan.json.{os.getpid()}.partial").symlink_to(other)
     write_text(tmp_path / "plan.json", "new")
     assert (other.read_text(), (tmp_path / "plan.json").read_text()) == ("precious", "new")
+
+
+def test_a_device_or_pipe_without_an_end_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^/dev/zero: larger than 1000 bytes\n"):
+        read_text("/dev/zero", ConfigError, max_bytes=1000)
+
+
+@pytest.mark.parametrize("content", ["\ufeffa: 1\r\nb: 2\rc: é\n", ""])
+def test_lines_end_as_in_files_opened_as_text(tmp_path: Path, content: str) -> None:
+    (tmp_path / "run.yaml").write_bytes(content.encode())
+    expected = (tmp_path / "run.yaml").read_text(encoding="utf-8-sig")
+    assert read_text(tmp_path / "run.yaml", ConfigError) == expected
+
+
+def test_many_values_are_refused_while_they_are_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_files, "MAX_VALUES", 100)
+    # The text after the values is not parsed.
+    with pytest.raises(ConfigError, match=r"^run\.yaml: more than 100 values; write fewer"):
+        parse_yaml("- 1\n" * 100 + "*undefined", "run.yaml", ConfigError)
+
+
+def test_a_file_that_is_protected_against_writing_stays_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text("precious")
+    # Root may write to files of any mode.
+    monkeypatch.setattr(os, "access", lambda file, mode: (str(file), mode) != (str(path), os.W_OK))
+    with pytest.raises(PermissionError) as caught:
+        write_text(path, "new")
+    assert (caught.value.filename, path.read_text()) == (str(path), "precious")

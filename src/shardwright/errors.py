@@ -3,6 +3,7 @@
 The first line of a message says what is wrong and where; the second line, if any, what to do.
 """
 
+import errno
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -196,6 +197,29 @@ class PlanInterrupted(KeyboardInterrupt):
     def __init__(self, plan: Callable[[], Any], candidate: Any = None) -> None:
         super().__init__()
         self.plan, self.candidate = plan, candidate
+
+
+_SYSTEM_REMEDIES = {
+    errno.ENOSPC: "free some space, or use another disk",
+    errno.EDQUOT: "free some space, or use another disk",
+    errno.EFBIG: "raise the limit of file sizes, for example: ulimit -f unlimited",
+    errno.EMFILE: "raise the limit of open files, for example: ulimit -n 4096",
+    errno.ENFILE: "close other programs: all open files of the machine are in use",
+    errno.EAGAIN: "raise the limit of processes, for example: ulimit -u 4096",
+    errno.ENOMEM: "free some memory, or use fewer processes",
+}
+"""Remedies for limits of the system, such as a full disk, by error number."""
+
+
+def system_remedy(error: OSError) -> str:
+    """Return the remedy for a limit of the system, such as a full disk; empty for other errors.
+
+    Python often does not name the file of these errors.
+    """
+    # A full pipe also raises EAGAIN, which says nothing about processes.
+    if hasattr(error, "characters_written"):
+        return ""
+    return _SYSTEM_REMEDIES.get(error.errno or 0, "")
 
 
 def one_line(error: BaseException) -> str:

@@ -6,6 +6,7 @@ callers can compare, copy and print without further checks.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -41,6 +42,10 @@ INTEGERS = range(-(2**63), 2**63)
 All readers of files check this range, so that no integer overflows deep inside a call."""
 
 
+MAX_BYTES = 2**30
+"""Maximum size of a file of settings; other files, such as /dev/zero, would fill the memory."""
+
+
 class EditedFileWarning(ShardwrightWarning):
     """Warning that a plan or a calibration has changed since it was written."""
 
@@ -59,14 +64,24 @@ def short_repr(value: object) -> str:
     return _ShortRepr().repr(value)
 
 
-def read_text(path: str | Path, error_type: ErrorType) -> str:
+def read_text(path: str | Path, error_type: ErrorType, max_bytes: int | None = MAX_BYTES) -> str:
     """Read a UTF-8 file, without the byte order mark that some editors write.
 
+    Args:
+        max_bytes: maximum size of the file; None for data, which may have any size.
+
     Raises:
-        error_type: if the file is missing, cannot be read, or is not UTF-8 text.
+        error_type: if the file is missing, is too large, cannot be read, or is not UTF-8 text.
     """
+    with _convert_file_errors(path, error_type), Path(path).open("rb") as file:
+        # One byte more, to notice a larger file; devices and pipes do not tell their size.
+        content = file.read() if max_bytes is None else file.read(max_bytes + 1)
+    # Not in the context above, which would convert this error too.
+    if max_bytes is not None and len(content) > max_bytes:
+        raise error_type(f"{path}: larger than {max_bytes} bytes\npass the path of another file")
     with _convert_file_errors(path, error_type):
-        return Path(path).read_text(encoding="utf-8-sig")
+        # Line ends as of files that are opened as text.
+        return content.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
 
 
 def check_exists(path: str | Path, error_type: ErrorType) -> None:
@@ -110,6 +125,9 @@ def write_text(path: str | Path, text: str) -> None:
         return
     # Through links, so that a rename replaces the file and not the link to it.
     target = target.resolve()
+    # A rename would replace a file that its user has protected against writing.
+    if target.exists() and not os.access(target, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
     partial = partial_file(target, f".{os.getpid()}")
     try:
         with partial.open("x", encoding="utf-8") as file:
@@ -318,7 +336,18 @@ _TAG = "tag:yaml.org,2002:"
 
 
 class _PlainYamlLoader(yaml.SafeLoader):
-    """A SafeLoader that reads 1e-3 as a number and rejects duplicate keys."""
+    """A SafeLoader that reads 1e-3 as a number and rejects duplicate keys and too many values."""
+
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self._num_nodes = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        # While the text is parsed, which takes minutes for millions of values.
+        self._num_nodes += 1
+        if self._num_nodes > MAX_VALUES:
+            raise ValueError(f"more than {MAX_VALUES} values; write fewer")
+        return super().compose_node(parent, index)
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import io
 import logging
 import platform
@@ -19,7 +18,13 @@ from typer.core import TyperGroup
 
 from shardwright import __version__, errors
 from shardwright.core.torch_internals.modules import set_log_level
-from shardwright.errors import ShardwrightError, ShardwrightWarning, one_line, printable
+from shardwright.errors import (
+    ShardwrightError,
+    ShardwrightWarning,
+    one_line,
+    printable,
+    system_remedy,
+)
 from shardwright.run.launch.rank_failure import RankFailedError, StoppedError
 
 USER_PATH = (
@@ -114,12 +119,13 @@ def main() -> None:
             _exit_with_error(error.exception_message, 2)
         _exit_with_error(str(error), 1)
     except OSError as error:
-        # The user can fix errors with a path, and a full disk; other errors need a traceback.
-        if error.filename is None and error.errno not in _FULL:
+        # The user can fix errors with a path, and limits of the system, such as a full disk; other
+        # errors need a traceback.
+        remedy = system_remedy(error)
+        if error.filename is None and not remedy:
             raise
-        _exit_with_error(
-            ": ".join(str(detail) for detail in (error.filename, error.strerror) if detail), 2
-        )
+        problem = ": ".join(str(detail) for detail in (error.filename, error.strerror) if detail)
+        _exit_with_error(f"{problem}\n{remedy}" if remedy else problem, 2)
     except StoppedError as error:
         _exit_with_error(str(error), 128 + error.signal_number)
     except Exception as error:
@@ -133,11 +139,6 @@ def main() -> None:
         # A traceback may have control characters, which Python's own hook would print.
         sys.excepthook = _print_traceback
         raise
-
-
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Error numbers of a write to a full disk, or beyond a quota or the maximum size of a file; these
-errors do not name the file."""
 
 
 def _is_out_of_memory(error: Exception) -> bool:

@@ -12,7 +12,13 @@ import typer
 from rich.table import Table
 
 from shardwright.cli.app import app, echo
-from shardwright.cli.options import LOG_DIR, LogDirOption, ProgressOption, require_existing
+from shardwright.cli.options import (
+    LOG_DIR,
+    LogDirOption,
+    ProgressOption,
+    check_output,
+    require_existing,
+)
 from shardwright.core.api.show_progress import show_progress
 from shardwright.core.checkpoint.folder_lock import lock_folders
 from shardwright.core.cost.cluster_file import cluster_file_text, cluster_to_yaml
@@ -134,6 +140,7 @@ def calibrate_command(
             "--from needs --out, and cannot be combined with --devices\n"
             "example: shardwright calibrate --from runs.json --out cluster.yaml"
         )
+    check_output(out, (".yaml", ".yml"), runs_file, cluster)
     base = None if cluster is None else load_cluster(cluster)
     planned, left_out = planned_runs(runs_file, base)
     # One cluster is fitted, so that all runs must have its hardware.

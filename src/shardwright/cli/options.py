@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import inf
 from pathlib import Path
@@ -38,6 +38,31 @@ def require_existing(error_type: type[ShardwrightError]) -> Callable[[Paths], Pa
         return paths
 
     return check
+
+
+def check_output(out: Path | None, suffixes: Sequence[str], *inputs: str | Path | None) -> None:
+    """Check that the option --out overwrites no input of the command, and no file of another kind.
+
+    Args:
+        out: the file to write; None without the option.
+        suffixes: suffixes of the files that the command writes, the usual one first.
+        inputs: files that the command reads; other texts, such as names of clusters, are ignored.
+
+    Raises:
+        ConfigError: if `out` exists, and is an input or has another suffix.
+    """
+    if out is None or not out.is_file():
+        return
+    if any(out.samefile(each) for each in inputs if each is not None and Path(each).exists()):
+        raise ConfigError(
+            f"--out {out} would overwrite a file that the command reads\nchoose another file"
+        )
+    # A file without a suffix may be of any kind.
+    if out.suffix.lower() not in ("", *suffixes):
+        raise ConfigError(
+            f"--out {out} already exists and is not a {suffixes[0]} file\n"
+            f"choose another file, such as {out.with_suffix(suffixes[0])}"
+        )
 
 
 ConfigArgument = Annotated[

@@ -25,6 +25,7 @@ from shardwright.cli.options import (
     MemCoeffOption,
     MemoryLimitOption,
     ProgressOption,
+    check_output,
     load_run,
     print_batch_formula,
     require_existing,
@@ -109,6 +110,7 @@ def plan_command(
             "--top compares plans without saving them\nremove --full, --every, --out and"
             " --save-graphs, or remove --top"
         )
+    check_output(out, (".json",), config, cluster)
     with show_progress(progress) as on_progress:
         run = load_run(
             config,
@@ -286,6 +288,7 @@ def report_command(
     files = [Path(each) for each in against or () if each != PRESETS]
     # Before the search, which may take minutes.
     require_existing(ConfigError)(files)
+    check_output(out, (".html", ".htm"), source, cluster, profile, *files)
     with show_progress(progress) as on_progress:
         other_plans: dict[str, Plan | str] = {}
         if devices is None:

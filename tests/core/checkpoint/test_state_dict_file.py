@@ -1,5 +1,6 @@
 """Whole models as one file, on one device; `test_checkpoint.py` does it on four."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -82,3 +83,22 @@ def test_files_that_cannot_be_are_refused(tmp_path: Path) -> None:
     torch.save({"weight": 1}, tmp_path / "net.pt")
     with pytest.raises(sw.CheckpointError, match="not a state_dict"):
         sw.load_state_dict(net, tmp_path / "net.pt")
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "../net.safetensors", 3, ["a"], "a\0b"])
+def test_an_index_with_other_things_than_names_of_files_is_refused(
+    tmp_path: Path, name: object
+) -> None:
+    net = nn.Linear(2, 3)
+    sw.save_state_dict(net, tmp_path / "net.safetensors")
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"weight": name}}))
+    with pytest.raises(CheckpointError, match=r"index\.json: .*\ndownload it again"):
+        sw.load_state_dict(net, tmp_path)
+
+
+def test_a_series_of_any_length_is_missing_its_first_absent_file(tmp_path: Path) -> None:
+    net = nn.Linear(2, 3)
+    sw.save_state_dict(net, tmp_path / f"net-00001-of-{10**50}.safetensors")
+    with pytest.raises(CheckpointError, match=r"net-00002-of-10+\.safetensors is missing"):
+        sw.load_state_dict(net, tmp_path)

@@ -4,6 +4,7 @@ Ranks that are to be ended sleep for longer than a test may take.
 """
 
 import os
+import resource
 import signal
 import time
 from pathlib import Path
@@ -191,3 +192,14 @@ def test_nothing_is_removed_through_links_in_place_of_a_ranks_folder(
         logs.clear(2)
     assert (elsewhere / "stdout").read_text() == "precious"
     assert logs.stdout(0).read_text() == "earlier"
+
+
+def test_a_limit_of_open_files_that_is_too_low_is_refused_before_the_start(logs: LogFolder) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (35, hard))
+    try:
+        with pytest.raises(ConfigError, match="need 36 open files, but the limit is 35\nraise"):
+            launch(["-c", "raise SystemExit(1)"], 2, logs)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert not logs.stderr(0).exists()

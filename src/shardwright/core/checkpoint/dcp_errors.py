@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-from shardwright.errors import CheckpointError
+from shardwright.errors import CheckpointError, system_remedy
 
 FULL_DISK_BYTES = 2**20
 """A disk with fewer free bytes counts as full, because file systems reserve some bytes."""
@@ -36,11 +36,11 @@ def convert_errors(path: Path) -> Iterator[None]:
         # The checkpoint's own folder may not exist.
         free = shutil.disk_usage(path.parent).free
         disk_full = f": no space left ({free} bytes are free)" if free < FULL_DISK_BYTES else ""
-        reason = f"{type(cause).__name__}: {cause}"
+        reason, remedy = f"{type(cause).__name__}: {cause}", ""
         if isinstance(cause, OSError) and cause.errno is not None:
             file = f": {cause.filename}" if cause.filename else ""
-            reason = f"{os.strerror(cause.errno)}{file}"
+            reason, remedy = f"{os.strerror(cause.errno)}{file}", system_remedy(cause)
         raise CheckpointError(
             f"{path}: rank {rank} cannot access the checkpoint{disk_full}: {reason}\n"
-            "check the free space and permissions of the folder"
+            f"{remedy or 'check the free space and permissions of the folder'}"
         ) from error

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -25,6 +26,7 @@ from shardwright.core.checkpoint.file_checksum import (
     checksum_file,
     publish_with_checksum,
 )
+from shardwright.core.checkpoint.manifest import is_plain_name
 from shardwright.core.checkpoint.parameter_names import match_saved_names
 from shardwright.core.checkpoint.shared_folder import check_shared_folder
 from shardwright.core.checkpoint.storage import (
@@ -44,7 +46,7 @@ from shardwright.core.runtime.counted_calls import by_all_ranks
 from shardwright.core.runtime.dtensor import detached_local
 from shardwright.core.torch_internals.dtensor import local_part_of
 from shardwright.errors import CheckpointError
-from shardwright.text_files import parse_json, partial_file, read_text
+from shardwright.text_files import parse_json, partial_file, read_text, short_repr
 
 SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
 """Supported suffixes of files. All but `.safetensors` have the format of `torch.save`."""
@@ -173,7 +175,8 @@ def load_state_dict(net: nn.Module, path: str | Path) -> None:
             " `save_pretrained` of transformers has written"
         )
     # Otherwise a folder that was downloaded in part would look like another model.
-    for file in (*_list_files_in_index(path), *_iterate_numbered_series(files)):
+    # Lazily, as a damaged name may count billions of files, of which the first missing one ends it.
+    for file in chain(_list_files_in_index(path), _iterate_numbered_series(files)):
         if not file.is_file():
             raise CheckpointError(
                 f"{file} is missing, but other files of the folder refer to it\n"
@@ -232,16 +235,26 @@ def _list_files_in_index(folder: Path) -> list[Path]:
         names = set(content["weight_map"].values())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{index}: invalid index: {error}\ndownload it again") from None
-    return [folder / str(name) for name in sorted(names, key=str)]
+    for name in names:
+        # Longer names cannot exist, and would be an error of the system.
+        if not isinstance(name, str) or not is_plain_name(name) or len(os.fsencode(name)) > 255:
+            raise CheckpointError(
+                f"{index}: {short_repr(name)} is not the name of a file\ndownload it again"
+            )
+    return [folder / name for name in sorted(names)]
 
 
 def _iterate_numbered_series(files: Sequence[Path]) -> Iterator[Path]:
     """Yield all files of each numbered series of `files`, such as `-00001-of-00006`."""
+    # Each series once, not once for each of its files.
+    series = dict[tuple[str, int, str], Path]()
     for file in files:
-        if match := re.fullmatch(r"(.*-)(\d+)-of-(\d+)", file.stem):
+        if match := re.fullmatch(r"(.*-)([0-9]+)-of-([0-9]+)", file.stem):
             name, digits, count = match.groups()
-            for number in range(1, int(count) + 1):
-                yield file.with_stem(f"{name}{number:0{len(digits)}}-of-{count}")
+            series.setdefault((name, len(digits), count), file)
+    for (name, width, count), file in series.items():
+        for number in range(1, int(count) + 1):
+            yield file.with_stem(f"{name}{number:0{width}}-of-{count}")
 
 
 def _allocate_memory_mapped_tensor(path: Path, template: Tensor) -> Tensor:

@@ -342,7 +342,7 @@ def _read_text_documents(path: str | Path | None) -> list[str]:
             f"cannot read texts from {location}: {problem}\nset `data.path` to a text file or a "
             "folder of .txt files"
         )
-    return [read_text(file, DataError) for file in text_files]
+    return [read_text(file, DataError, max_bytes=None) for file in text_files]
 
 
 def _make_byte_tokenizer() -> tuple[Encode, list[int]]:

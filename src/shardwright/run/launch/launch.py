@@ -8,6 +8,7 @@ devices. If the launcher itself is killed, its ranks are killed too.
 
 from __future__ import annotations
 
+import resource
 import signal
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -35,6 +36,10 @@ from shardwright.run.launch.rank_processes import (
 from shardwright.run.launch.rendezvous_store import private_folder, serve_store
 
 # From schedulers, Ctrl-C, a closed terminal, and Ctrl-\.
+OPEN_FILES, OPEN_FILES_PER_RANK = 32, 2
+"""Upper bounds of the files that a launcher opens: for itself, and for the log and the connection
+of each rank."""
+
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
@@ -62,11 +67,13 @@ def launch(
             locked until all ranks have ended, even if this process is killed.
 
     Raises:
+        ConfigError: if the limit of open files is too low for `num_ranks`.
         RankFailedError: if a rank failed and no restarts are left; the others are terminated.
         StoppedError: if this process received SIGINT, SIGTERM, SIGHUP or SIGQUIT, or a rank
             received SIGINT or SIGTERM; all ranks have ended. The ranks save a checkpoint first if
             the run has checkpoints, unless this process receives a second signal.
     """
+    _check_open_files_limit(num_ranks)
     with (
         serve_store() as port,
         private_folder() as store_folder,
@@ -105,6 +112,20 @@ def launch(
                 return
             if restart == max_restarts:
                 raise first_failure(ends, logs)
+
+
+def _check_open_files_limit(num_ranks: int) -> None:
+    """Raise ConfigError if this process may not open the files that `num_ranks` ranks need.
+
+    Beyond the limit, PyTorch's store would end the process without an error.
+    """
+    needed = OPEN_FILES + OPEN_FILES_PER_RANK * num_ranks
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit not in (resource.RLIM_INFINITY, -1) and limit < needed:
+        raise ConfigError(
+            f"{num_ranks} ranks need {needed} open files, but the limit is {limit}\n"
+            f"raise the limit: ulimit -n {needed}"
+        )
 
 
 @contextmanager

@@ -97,7 +97,7 @@ def open_step_log(path: Path, start: Position) -> TextIO:
     truncated by a crash.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    content = read_text(path, DataError) if path.exists() else ""
+    content = read_text(path, DataError, max_bytes=None) if path.exists() else ""
     complete = [line for line in content.splitlines(keepends=True) if line.endswith("\n")]
     steps = [
         (line, StepRecord.from_json(line, f"{path}, line {number}"))
