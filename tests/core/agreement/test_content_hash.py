@@ -12,7 +12,7 @@ from shardwright.core.agreement.content_hash import (
     SAMPLE,
     WORD,
     content_hash,
-    host_hash,
+    host_sample_hash,
     sample_of,
 )
 
@@ -58,7 +58,7 @@ def test_views_have_the_hash_of_their_elements() -> None:
 
 
 def sampled(*tensors: torch.Tensor) -> int:
-    return host_hash(map(sample_of, tensors))
+    return host_sample_hash(tensors)
 
 
 def test_a_sample_tells_other_rows_apart_and_is_of_all_elements_of_a_small_tensor() -> None:
@@ -73,3 +73,6 @@ def test_a_sample_tells_other_rows_apart_and_is_of_all_elements_of_a_small_tenso
     assert len({sampled(small), sampled(other), sampled(small, other), sampled(other, small)}) == 4
     halves = torch.ones(3, dtype=torch.bfloat16)
     assert sampled(halves[1:]) == sampled(halves[:2])
+    turned = torch.randn(4, 3, dtype=torch.complex64)
+    assert sampled(turned.t().conj()) == sampled(turned.t().conj().clone().resolve_conj())
+    assert sampled(small[:0]) == 0 and sampled(torch.tensor(3)) == sampled(torch.tensor([3]))

@@ -5,10 +5,12 @@ Tensors are hashed on their device, without synchronizing with the host.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterable
 from hashlib import blake2b
 from zlib import crc32
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -80,11 +82,23 @@ def sample_of(tensor: Tensor) -> Tensor:
     return memory_of(flat[: count * WORD].view(torch.int64)[::step].contiguous())
 
 
-def host_hash(tensors: Iterable[Tensor]) -> int:
-    """Return the CRC-32 of the bytes of CPU tensors; faster than `content_hash` for a few KiB."""
+def host_sample_hash(tensors: Iterable[Tensor]) -> int:
+    """Return the CRC-32 of CPU tensors, large ones sampled as by `sample_of`.
+
+    Faster than `content_hash` for a few KiB, since it reads memory by NumPy, whose calls take a
+    fraction of the time of PyTorch's.
+    """
     result = 0
     for tensor in tensors:
-        result = crc32(tensor.numpy().data, result)
+        tensor = tensor.detach()
+        if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+            tensor = tensor.resolve_conj().resolve_neg().contiguous()
+        if tensor.nbytes:
+            memory = memoryview((ctypes.c_uint8 * tensor.nbytes).from_address(tensor.data_ptr()))
+            words = np.frombuffer(memory, np.int64, tensor.nbytes // WORD)
+            step = len(words) // SAMPLE
+            sample = memory if step < 2 else np.ascontiguousarray(words[::step]).data
+            result = crc32(sample, result)
     return result
 
 

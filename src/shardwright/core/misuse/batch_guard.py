@@ -23,7 +23,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.core.agreement.collective import has_other_ranks
-from shardwright.core.agreement.content_hash import content_hash, host_hash, sample_of, text_hash
+from shardwright.core.agreement.content_hash import (
+    content_hash,
+    host_sample_hash,
+    sample_of,
+    text_hash,
+)
 from shardwright.core.graph.graph import Graph, Value
 from shardwright.core.layout.layout import TensorLayout
 from shardwright.core.misuse.ranks import delay_data_errors, is_due
@@ -94,7 +99,7 @@ class CallComparison:
 
     call: int
     rows: Tensor
-    hashes: Sequence[Tensor]
+    hashes: Sequence[int] | Sequence[Tensor]
     work: Any
     arrival: DeviceEvent | None
 
@@ -212,29 +217,29 @@ class BatchGuard:
             len(self._pending_comparisons) if self._side_stream is None else 0
         )
 
-    def _hash_shared_inputs(self, leaves: Mapping[int | None, Any], is_full: bool) -> list[Tensor]:
-        """Return one hash per `SharedInputs`, over the values of its inputs.
+    def _hash_shared_inputs(
+        self, leaves: Mapping[int | None, Any], is_full: bool
+    ) -> list[int] | list[Tensor]:
+        """Return one hash per `SharedInputs`, over the values of its inputs: numbers on the CPU,
+        scalars on the device on an accelerator.
 
         Args:
             leaves: the leaves of the arguments, by the index of the input.
             is_full: whether to hash large tensors in full, instead of a sample of their elements.
         """
-        hashes = []
+        hashes: list[Any] = []
         for inputs in self._inputs:
             leaves_of_inputs = [leaves.get(index) for index in inputs.leaf_indices]
             # Sparse tensors have no contiguous memory to hash.
             tensors = [t for t in leaves_of_inputs if isinstance(t, Tensor) and not t.is_sparse]
-            samples = tensors if is_full else [sample_of(tensor) for tensor in tensors]
-            # For some KiB on the host CRC-32 is faster than the hash that also runs on
-            # accelerators.
             if not is_full and self._side_stream is None:
-                hashes.append(torch.tensor(host_hash(samples)))
+                hashes.append(host_sample_hash(tensors))
                 continue
             combined = torch.zeros((), dtype=torch.int64, device=self._device)
-            for sample in samples:
+            for tensor in tensors:
                 # Depends on the order of the inputs.
-                combined = combined * 31 + content_hash(sample)
-            hashes.append(combined)
+                combined = combined * 31 + content_hash(tensor if is_full else sample_of(tensor))
+            hashes.append(int(combined) if self._side_stream is None else combined)
         return hashes
 
     def _make_row_table(self, signature: Hashable, leaves: Sequence[Any]) -> Tensor:
@@ -247,21 +252,21 @@ class BatchGuard:
         table[dist.get_rank(), 1] = _get_batch_size(leaves)
         return table
 
-    def _start_rank_comparison(self, rows: Tensor, contents: list[Tensor]) -> CallComparison:
+    def _start_rank_comparison(
+        self, rows: Tensor, contents: list[int] | list[Tensor]
+    ) -> CallComparison:
         """Start an all-reduce of the tables of all ranks, which is faster than an all-gather.
 
         Args:
             rows: this rank's table, with the shape of `CallComparison.rows`.
-            contents: hashes of this rank's inputs, and checksums of gradients, as scalars on the
-                device.
+            contents: the result of `_hash_shared_inputs`.
         """
         rank = dist.get_rank()
         columns = slice(2, 2 + len(contents))
         if self._side_stream is None:
             # Rows of other ranks are zero, so the sum of the tables gathers the rows exactly, in
             # int64.
-            if contents:
-                rows[rank, columns] = torch.stack(contents)
+            rows.numpy()[rank, columns] = contents
             # For a few numbers, `dist.all_reduce` takes twice as long on the host.
             assert dist.group.WORLD is not None
             work = dist.group.WORLD.allreduce([rows])
@@ -270,7 +275,8 @@ class BatchGuard:
             rows = pinned(rows)
             device_rows = rows.to(self._device, non_blocking=True)
             if contents:
-                device_rows[rank, columns] = torch.stack(contents)
+                hashes = [hash for hash in contents if isinstance(hash, Tensor)]
+                device_rows[rank, columns] = torch.stack(hashes)
             work = dist.all_reduce(device_rows, async_op=True)
             work.wait()  # only the stream waits
             rows.copy_(device_rows, non_blocking=True)
