@@ -39,8 +39,9 @@ def convert_errors(path: Path) -> Iterator[None]:
         reason, remedy = f"{type(cause).__name__}: {cause}", ""
         if isinstance(cause, OSError) and cause.errno is not None:
             file = f": {cause.filename}" if cause.filename else ""
-            reason, remedy = f"{os.strerror(cause.errno)}{file}", system_remedy(cause)
+            reason = f"{os.strerror(cause.errno)}{file}"
+            remedy = f", or {limit}" if (limit := system_remedy(cause)) else ""
         raise CheckpointError(
             f"{path}: rank {rank} cannot access the checkpoint{disk_full}: {reason}\n"
-            f"{remedy or 'check the free space and permissions of the folder'}"
+            f"check the free space and permissions of the folder{remedy}"
         ) from error
