@@ -340,6 +340,7 @@ class _LocalRankLauncher:
                 on_restart=on_restart,
                 timeout=timeout,
                 locks=self.locks,
+                serves_scripts=False,
             )
 
     def command(self, plan: Plan, resume: bool) -> list[str]:

@@ -8,11 +8,13 @@ import resource
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from core.checkpoint.lock_holder import FORK
 from shardwright.errors import ConfigError
+from shardwright.run.launch import rendezvous_store
 from shardwright.run.launch.launch import launch
 from shardwright.run.launch.log_folder import LogFolder
 from shardwright.run.launch.rank_failure import RankFailedError, StoppedError
@@ -203,3 +205,22 @@ def test_a_limit_of_open_files_that_is_too_low_is_refused_before_the_start(logs:
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert not logs.stderr(0).exists()
+
+
+@pytest.mark.parametrize("serves_scripts", [True, False])
+def test_a_store_that_others_can_reach_is_served_to_scripts_only(
+    logs: LogFolder, monkeypatch: pytest.MonkeyPatch, serves_scripts: bool
+) -> None:
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    program = "print('MASTER_PORT' in os.environ)\n"
+    stores: list[object] = []
+    serve = rendezvous_store.serve_tcp_store
+
+    def count(*arguments: Any, **options: Any) -> Any:
+        stores.append(arguments)
+        return serve(*arguments, **options)
+
+    monkeypatch.setattr(rendezvous_store, "serve_tcp_store", count)
+    launch(["-c", RANK + program], 2, logs, serves_scripts=serves_scripts)
+    assert logs.stdout(0).read_text() == f"{serves_scripts}\n"
+    assert bool(stores) == serves_scripts

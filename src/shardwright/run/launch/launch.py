@@ -12,7 +12,7 @@ import resource
 import signal
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from types import FrameType
@@ -52,6 +52,7 @@ def launch(
     on_restart: Callable[[int], None] = lambda number: None,
     timeout: timedelta = TIMEOUT,
     locks: Collection[int] = (),
+    serves_scripts: bool = True,
 ) -> None:
     """Run `python <command>` as `num_ranks` local processes and wait for all of them.
 
@@ -65,6 +66,8 @@ def launch(
             counting as failed; usually the timeout of the collectives in which others wait.
         locks: file descriptors of locked folders; inherited by the ranks, so that folders stay
             locked until all ranks have ended, even if this process is killed.
+        serves_scripts: whether to serve a `TCPStore` for `init_process_group()` of scripts. Ranks
+            of this package meet in a file instead, which other users of the machine cannot open.
 
     Raises:
         ConfigError: if the limit of open files is too low for `num_ranks`.
@@ -75,7 +78,8 @@ def launch(
     """
     _check_open_files_limit(num_ranks)
     with (
-        serve_store() as port,
+        # Another user who floods the port of a `TCPStore` can keep it from ending.
+        serve_store() if serves_scripts else nullcontext() as port,
         private_folder() as store_folder,
         _collect_stop_signals() as stop_signals,
     ):
@@ -218,7 +222,7 @@ def launch_elastic(
         try:
             # Without restarts, which are counted here, as the next attempt may have another
             # command.
-            launch(command, devices, logs, timeout=timeout, locks=locks)
+            launch(command, devices, logs, timeout=timeout, locks=locks, serves_scripts=False)
             return
         except RankFailedError as error:
             remaining_devices -= len(error.lost_ranks)

@@ -223,7 +223,7 @@ def process_settings(num_local: int) -> dict[str, str]:
 
 def rank_environments(
     num_ranks: int,
-    store_port: int,
+    store_port: int | None,
     restart: int,
     max_restarts: int,
     store_folder: Path | None = None,
@@ -234,7 +234,7 @@ def rank_environments(
 
     Args:
         num_ranks: number of ranks.
-        store_port: port of the `TCPStore` on this machine, for scripts.
+        store_port: port of the `TCPStore` on this machine, for scripts; None without one.
         restart: number of restarts so far.
         max_restarts: maximum number of restarts.
         store_folder: private folder with the rendezvous file (`FileStore`); None to use the
@@ -246,8 +246,7 @@ def rank_environments(
         **process_settings(num_ranks),
         # The user's variables override the defaults above, but none of those below.
         **os.environ,
-        "MASTER_ADDR": LOOPBACK,
-        "MASTER_PORT": str(store_port),
+        **({} if store_port is None else {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(store_port)}),
         "GROUP_RANK": "0",
         "ROLE_NAME": "default",
         "TORCHELASTIC_USE_AGENT_STORE": str(True),
