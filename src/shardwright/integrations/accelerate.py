@@ -9,6 +9,7 @@ A loader keeps its batch size, which is the global batch size of a step under ev
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
 from types import MethodType
@@ -42,6 +43,10 @@ from shardwright.integrations.plan_on_call import (
     train_stages_in_calls,
 )
 from shardwright.integrations.rank_data import DataShards
+from shardwright.integrations.unplanned_parameters import (
+    check_gradients,
+    take_unplanned_tensors_of_rank_0,
+)
 from shardwright.integrations.versions import require_version
 from shardwright.text_files import parse_json, read_text, short_repr, write_text
 
@@ -156,6 +161,7 @@ def _prepare_model(
         planned(parallel)
     else:
         plan_on_first_call(net, options, accelerator.device, planned, accelerator.autocast)
+    take_unplanned_tensors_of_rank_0(net, accelerator.device)
     # `save_state` and `load_state` go through this list.
     accelerator._models.append(net)
     vars(net)["_is_accelerate_prepared"] = True
@@ -166,6 +172,7 @@ def _prepare_optimizer_or_loader(accelerator: Any, value: Any, shards: DataShard
         optimizer = PlannedOptimizer(
             _unwrap_optimizer(value), accelerator.device_placement, accelerator.scaler
         )
+        optimizer.check_gradients = partial(check_gradients, accelerator._models, shards)
         return _append_prepared(optimizer, accelerator._optimizers)
     if isinstance(value, DataLoader):
         return _prepare_loader(accelerator, value, shards)
@@ -279,6 +286,13 @@ def _unwrap_optimizer(optimizer: Any) -> Any:
 
 class PlannedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
     """Accelerate's optimizer wrapper, whose `state_dict` is the full, unsharded state."""
+
+    check_gradients: Callable[[], None]
+    """Checks that local batches gave gradients only to planned parameters."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.check_gradients()
+        return super().step(closure)
 
     def state_dict(self) -> Any:
         """Gather the full optimizer state on rank 0; other ranks get None in place of each tensor.

@@ -68,13 +68,11 @@ class FabricStrategy(PlannedModelsStrategy, FabricDDPStrategy):  # type: ignore[
     ) -> None:
         super().__init__(plan, save_distributed_checkpoint=save_distributed_checkpoint, **options)
         self._optimizers: list[Optimizer] = []
-        self._net: nn.Module | None = None
         self._backward_sync_control = _NoBackwardSyncControl()
 
     # Setup
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        self._net = module
         with self.precision.forward_context():
             self._planned_models.shard(module, self.root_device, lambda: self._optimizers)
         self._planned_models.move_modules_without_parameters(module, self.root_device)
@@ -84,10 +82,15 @@ class FabricStrategy(PlannedModelsStrategy, FabricDDPStrategy):  # type: ignore[
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         self._optimizers.append(optimizer)
         # A model that is planned later replaces its parameters in `_optimizers` by itself.
-        for module in self._net.modules() if self._net is not None else ():
-            if isinstance(module, ParallelModule):
-                adopt_parameters_of_model(optimizer, module)
+        for net in self._planned_models.nets:
+            for module in net.modules():
+                if isinstance(module, ParallelModule):
+                    adopt_parameters_of_model(optimizer, module)
         return optimizer
+
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        self._planned_models.check_gradients()
+        return super().optimizer_step(optimizer, **kwargs)
 
     def module_to_device(self, module: nn.Module) -> None:
         """Do nothing: `setup_module` moves only this rank's shards to the device."""
@@ -112,8 +115,8 @@ class FabricStrategy(PlannedModelsStrategy, FabricDDPStrategy):  # type: ignore[
         return full_model_state(module)
 
     def get_optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        if self._net is not None:
-            check_one_stage(self._net, "`fabric.save` without `save_distributed_checkpoint=True`")
+        for net in self._planned_models.nets:
+            check_one_stage(net, "`fabric.save` without `save_distributed_checkpoint=True`")
         # Fabric passes its own wrapper of the optimizer.
         return full_optimizer_state(getattr(optimizer, "optimizer", optimizer))
 

@@ -101,6 +101,10 @@ class ShardwrightStrategy(PlannedModelsStrategy, DDPStrategy):  # type: ignore[m
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         return self._sampler_arguments
 
+    def post_backward(self, closure_loss: Any) -> None:
+        super().post_backward(closure_loss)
+        self._planned_models.check_gradients()
+
     def teardown(self) -> None:
         """Tear down the strategy as `ModelParallelStrategy` does: shards stay on their devices."""
         self.cluster_environment.teardown()

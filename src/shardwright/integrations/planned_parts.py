@@ -34,6 +34,10 @@ from shardwright.integrations.plan_on_call import (
     train_stages_in_calls,
 )
 from shardwright.integrations.rank_data import DataShards, share_order
+from shardwright.integrations.unplanned_parameters import (
+    check_gradients,
+    take_unplanned_tensors_of_rank_0,
+)
 
 
 class PlannedModels:
@@ -48,6 +52,7 @@ class PlannedModels:
         self._plan, self._options = read_plan(plan, options), options
         self._shards: DataShards | None = None
         self._group: dist.ProcessGroup | None = None
+        self._nets: list[nn.Module] = []
 
     @property
     def shards(self) -> DataShards:
@@ -61,12 +66,18 @@ class PlannedModels:
             self._group = self._shards.group_of_distinct_samples()
         return self._shards
 
+    @property
+    def nets(self) -> tuple[nn.Module, ...]:
+        """The modules passed to `shard`."""
+        return tuple(self._nets)
+
     def shard(
         self, net: nn.Module, device: torch.device, optimizers: Callable[[], Iterable[Optimizer]]
     ) -> None:
         """Shard the models in `net` in place: at once with a plan, otherwise in their first calls.
 
-        Modules that the user's code has parallelized are not planned again.
+        Modules that the user's code has parallelized are not planned again. Other parameters and
+        buffers get the values of rank 0. Collective.
 
         Args:
             net: the user's module.
@@ -74,13 +85,21 @@ class PlannedModels:
             optimizers: returns the optimizers created so far, which a sharded model adopts.
 
         Raises:
-            PlanError: if no module of `net` has the parameters of the plan.
+            PlanError: if no module of `net` has the parameters of the plan, or a planned module
+                divides batches over the ranks differently than earlier models and loaders.
         """
+        if all(earlier is not net for earlier in self._nets):
+            self._nets.append(net)
+        self._shard_models(net, device, optimizers)
+        take_unplanned_tensors_of_rank_0(net, device)
+
+    def _shard_models(
+        self, net: nn.Module, device: torch.device, optimizers: Callable[[], Iterable[Optimizer]]
+    ) -> None:
         planned = [module for module in net.modules() if isinstance(module, ParallelModule)]
         if planned:
-            self._shards = DataShards.of_model(planned[0])
-            self._group = self._shards.group_of_distinct_samples()
             for module in planned:
+                self._use_shards_of(module)
                 train_stages_in_calls(module)
             return
 
@@ -104,6 +123,22 @@ class PlannedModels:
             if has_parameters and USER_CLASS not in vars(type(candidate)):
                 context = partial(_without_toggled_optimizer, net)
                 plan_on_first_call(candidate, self._options, device, adopted, context)
+
+    def _use_shards_of(self, planned: ParallelModule) -> None:
+        """Divide batches as a model that the user has planned."""
+        shards = DataShards.of_model(planned)
+        if self._shards is None:
+            self._shards, self._group = shards, shards.group_of_distinct_samples()
+        elif self._shards != shards:
+            raise PlanError(
+                f"the plan of {type(planned).__name__} divides a batch into {shards.count} shards,"
+                f" but earlier models and loaders of this strategy into {self._shards.count}\nplan"
+                " all models with the same `dataset_strategy`, and set up loaders after the models"
+            )
+
+    def check_gradients(self) -> None:
+        """Check that local batches gave gradients only to planned parameters of the modules."""
+        check_gradients(self._nets, self.shards)
 
     def move_modules_without_parameters(self, net: nn.Module, device: torch.device) -> None:
         """Move modules without parameters, such as metrics, to the device of this rank."""
