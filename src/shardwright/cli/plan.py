@@ -285,19 +285,11 @@ def report_command(
     _check_planning_options(source, devices, (cluster, memory_limit, what_if or None, top))
     # Read before the search, so that a damaged profile is reported at once.
     measured = None if profile is None else Measured.load(profile)
-    files = [Path(each) for each in against or () if each != PRESETS]
-    # Before the search, which may take minutes.
-    require_existing(ConfigError)(files)
+    files = _list_compared_files(against or (), source, devices)
     check_output(out, (".html", ".htm"), source, cluster, profile, *files)
     with show_progress(progress) as on_progress:
         other_plans: dict[str, Plan | str] = {}
         if devices is None:
-            # One of the values is `presets`, which needs a search.
-            if len(files) < len(against or ()):
-                raise typer.BadParameter(
-                    f"--against {PRESETS} needs a configuration: {source} is a saved plan\n"
-                    "use its configuration with --devices, or leave out --against presets"
-                )
             plan, page = Plan.load(source), source.with_suffix(".html")
         else:
             run = load_run(
@@ -307,7 +299,7 @@ def report_command(
             plan, page = planned.plan, Path(f"{source.stem}.html")
             other_plans |= planned.what_if_plans() if what_if else ()
             other_plans |= planned.best_plans(top) if top is not None else ()
-            # As for a saved plan, one of the values is `presets`.
+            # One of the values is `presets`.
             other_plans |= planned.preset_plans() if len(files) < len(against or ()) else ()
         for name, file in _make_plan_names(files, other_plans).items():
             other_plans[name] = _load_or_search_plan(file, plan.devices, cluster, on_progress)
@@ -318,6 +310,25 @@ def report_command(
         page.parent.mkdir(parents=True, exist_ok=True)
         plan.report(page, other_plans, measured)
     echo(str(page))
+
+
+def _list_compared_files(against: Sequence[str], source: Path, devices: int | None) -> list[Path]:
+    """Return the files of --against.
+
+    Checked before the search, which may take minutes.
+
+    Raises:
+        ConfigError: if a file does not exist.
+        typer.BadParameter: if `presets`, which need a search, are compared with a saved plan.
+    """
+    files = [Path(each) for each in against if each != PRESETS]
+    require_existing(ConfigError)(files)
+    if devices is None and len(files) < len(against):
+        raise typer.BadParameter(
+            f"--against {PRESETS} needs a configuration: {source} is a saved plan\n"
+            "use its configuration with --devices, or leave out --against presets"
+        )
+    return files
 
 
 def _make_plan_names(files: Sequence[Path], names: Collection[str]) -> dict[str, Path]:

@@ -92,6 +92,8 @@ def _get_view_operator(copy: OpOverload) -> OpOverload:
 
 
 def rewrites(*targets: Any) -> Callable[[Rewrite], Rewrite]:
+    """Return a decorator that registers a `Rewrite` of the operators `targets`."""
+
     def register(rewrite: Rewrite) -> Rewrite:
         _REWRITES.update(dict.fromkeys(targets, rewrite))
         return rewrite

@@ -195,6 +195,7 @@ def _insert_loop_result(
 
 
 def get_base(end: fx.Node) -> fx.Node:
+    """Return the tensor into which a `where` or an indexed write puts rows."""
     base = end.args[2 if end.target is aten.where.self else 0]
     assert isinstance(base, fx.Node)
     return base

@@ -49,10 +49,12 @@ def is_functional(target: OpOverload) -> bool:
 
 
 def is_tensor(node: Any) -> TypeGuard[fx.Node]:
+    """Whether an argument of a node is a node whose value is a tensor."""
     return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), torch.Tensor)
 
 
 def node_shape(node: fx.Node) -> tuple[int, ...]:
+    """Return the shape of a node's tensor."""
     return tuple(tensor(node).shape)
 
 

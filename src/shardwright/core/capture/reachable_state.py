@@ -434,6 +434,7 @@ class _AttributeWriter:
 
 
 def vars_of(value: Any) -> Parts:
+    """Return the attributes of an object by name, as a copy."""
     return dict(vars(value))
 
 

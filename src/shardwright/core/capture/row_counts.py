@@ -187,6 +187,7 @@ def expression_of(size: Any) -> Any:
 
 
 def is_symbolic(leaf: Any) -> bool:
+    """Whether an argument of a node is a symbolic number that another node computes."""
     return isinstance(leaf, fx.Node) and isinstance(leaf.meta.get("val"), SYMBOLS)
 
 

@@ -125,6 +125,7 @@ class _CapturesBySize:
 
 
 def are_equal(other: Graph, graph: Graph) -> bool:
+    """Whether two graphs have equal fingerprints and constants."""
     pairs = zip(other.constants.values(), graph.constants.values(), strict=True)
     # A size may have become the value of a constant, as in `torch.tensor(x.shape[1])`.
     return other.fingerprint == graph.fingerprint and all(torch.equal(a, b) for a, b in pairs)

@@ -97,10 +97,12 @@ def _require_initialized_tensor(node: fx.Node, constant: Any) -> torch.Tensor:
 
 
 def placeholders(graph: fx.Graph) -> dict[str, fx.Node]:
+    """Return the placeholder nodes of a graph by name."""
     return {node.name: node for node in graph.nodes if node.op == "placeholder"}
 
 
 def output_node(graph: fx.Graph) -> fx.Node:
+    """Return the output node of a graph."""
     node: fx.Node = next(node for node in reversed(graph.nodes) if node.op == "output")
     return node
 

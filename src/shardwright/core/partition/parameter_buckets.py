@@ -22,7 +22,7 @@ from shardwright.core.partition.transfer import Transfer
 MIN_BUCKETS = 2
 """Minimum number of buckets of a program, since the reduction of a single bucket starts after the
 backward pass and overlaps nothing. Not more, since each bucket costs a collective: with four, a
-step of a small model takes 3% longer on processes that share a CPU."""
+step of a small model takes up to 3% more CPU time on processes that share cores."""
 
 SMALL_BUCKET_BYTES = 2**20
 """Bucket size in bytes below which latency outweighs overlap: the size of the first bucket of
