@@ -400,7 +400,8 @@ class _MetaChunk:
     def _take_micro_batch_tensors(
         self,
     ) -> tuple[tuple[Tensor, ...], list[Tensor | None] | None, list[Tensor]]:
-        """Return the micro-batch's outputs, their gradients (None without any) and its inputs.
+        """Return the outputs of the micro-batch, their gradients, or None if it has none, and its
+        inputs.
 
         Drops the references to these tensors, so that the backward pass frees them as in a pipeline
         schedule.

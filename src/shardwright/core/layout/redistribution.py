@@ -247,7 +247,9 @@ def redistribution_steps(
 def joined_step(
     first: RedistributionStep, second: RedistributionStep, shape: Shape, itemsize: int
 ) -> RedistributionStep | None:
-    """Return one step that replaces two consecutive steps and sends at most as many bytes, or None.
+    """Return one step that replaces two consecutive steps and sends at most as many bytes.
+
+    Returns None if there is no such step.
 
     Args:
         shape: global shape of the tensor.

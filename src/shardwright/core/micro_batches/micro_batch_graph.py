@@ -150,9 +150,9 @@ class MicroBatchGraph:
         shared: Iterable[Value] = (),
         numbers: Mapping[str, Any] | None = None,
     ) -> None:
-        """Add `op` to the graph of the micro-batch, with number arguments of the global batch.
+        """Add `op` to the graph of the micro-batch.
 
-        Number arguments that are sizes remain those of the micro-batch.
+        Arguments that are numbers have their values in the global batch, except sizes of tensors.
 
         Args:
             op: an operator in the graph of the global batch.

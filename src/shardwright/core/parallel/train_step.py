@@ -226,9 +226,9 @@ class GradientAccumulation:
                 collected[value.name].append(tensor.detach())
 
     def run(self, inputs: StepInputs) -> StepResults:
-        """Run all micro-batches; return results without gradients.
+        """Run the forward and backward passes of all micro-batches.
 
-        `self.unsharded.end_step()` then reduces the gradients.
+        The gradients are not part of the results: `self.unsharded.end_step()` reduces them.
         """
         micro_batch_leaves = inputs.micro_batches(self.micro_batches)
         buffer_updates = self.partitioned.graph.updates

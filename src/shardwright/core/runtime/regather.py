@@ -87,8 +87,15 @@ class RegatherRun:
     def add(
         self, bound: BoundBucket, shards: tuple[Tensor, ...], tensors: Sequence[Tensor]
     ) -> None:
-        """Register `tensors`, the gathered parameters of a bucket, for which `pack` saves
-        references instead."""
+        """Register the gathered parameters of a bucket.
+
+        Autograd then saves references to them, from which the backward pass gathers them again.
+
+        Args:
+            bound: the bucket.
+            shards: local shards of its parameters.
+            tensors: its gathered parameters.
+        """
         packed = PackedBucket(bound, shards, tuple(map(version, shards)))
         for member, tensor in enumerate(tensors):
             # While a weak reference exists, the address of the storage is not reused.
@@ -158,7 +165,7 @@ class RegatherRun:
 
 
 class BackwardRegather:
-    """Recorder of the buckets that a forward pass gathers, so that the backward pass can regather.
+    """Recorder of the buckets that a forward pass gathers, which the backward pass gathers again.
 
     Not used in compiled programs and recomputed segments, whose recomputation repeats the gathers.
     """
