@@ -46,7 +46,8 @@ def check_not_distributed(net: nn.Module) -> None:
     check_not_planned(net)
     # Submodules too, as FSDP is often applied to each block.
     for path, module in wrapped_model(net).named_modules():
-        where = _describe_module(path, module)
+        # Not the class of the outermost module, which is that of the wrapper.
+        where = f"module {path!r} of the model" if path else "the model"
         for distributed_class, how in DISTRIBUTED_CLASSES.items():
             if isinstance(module, distributed_class):
                 raise PlanError(
