@@ -1,7 +1,9 @@
 """Help comes at once, without torch, and is that of the commands with everything imported."""
 
 import json
+import os
 import platform
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -93,3 +95,40 @@ def test_a_working_folder_that_was_deleted_is_named(tmp_path: Path) -> None:
     assert (ended.returncode, ended.stdout) == (2, "")
     assert ended.stderr.startswith("error: the working folder cannot be used: No such file or dir")
     assert len(ended.stderr.splitlines()) == 2
+
+
+CLOSED = """
+import os, sys
+from shardwright.__main__ import _make_standard_streams_usable
+_make_standard_streams_usable()
+print("→ lost"), print("lost", file=sys.stderr), os.system("echo lost"), os.write(1, b"lost")
+with open(sys.argv[1], "w") as file:
+    assert file.fileno() > 2
+    assert sys.stdin.read() == ""
+    os.fdopen(file.fileno(), "w", closefd=False).write(str(file.fileno()))
+"""
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_streams_lose_what_is_printed_and_no_file_gets_it(
+    tmp_path: Path, closed: str
+) -> None:
+    file = tmp_path / "file"
+    words = [sys.executable, "-c", CLOSED, str(file)]
+    shell = f"{shlex.join(words)} {closed}"
+    done = subprocess.run(shell, shell=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+    assert (done.returncode, int(file.read_text()) > 2) == (0, True)
+
+
+def test_characters_that_an_encoding_lacks_are_printed_as_escapes() -> None:
+    script = (
+        "from shardwright.__main__ import _make_standard_streams_usable\n"
+        "_make_standard_streams_usable()\nprint('a → b')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.stdout, done.stderr) == ("a \\u2192 b\n", "")

@@ -134,3 +134,16 @@ def test_a_file_that_is_protected_against_writing_stays_as_it_was(
     with pytest.raises(PermissionError) as caught:
         write_text(path, "new")
     assert (caught.value.filename, path.read_text()) == (str(path), "precious")
+
+
+@pytest.mark.parametrize("name", ["a\0b", "a\ud800"])
+def test_paths_that_the_file_system_cannot_encode_are_errors_of_files(
+    tmp_path: Path, name: str
+) -> None:
+    path = tmp_path / name
+    with pytest.raises(OSError, match="not a path: it has control characters") as caught:
+        write_text(path, "x")
+    assert caught.value.filename == str(path)
+    with pytest.raises(ConfigError, match="tmp"):
+        read_text(path, ConfigError)
+    assert not list(tmp_path.iterdir())

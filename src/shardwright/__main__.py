@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import sys
@@ -43,6 +44,7 @@ def run_command() -> None:
     with `--progress`, prints a note before importing torch for any other command. Ctrl-C ends the
     process with status 130.
     """
+    _make_standard_streams_usable()
     # A traceback through an import would help nobody, and some imports swallow KeyboardInterrupt.
     handles_interrupt = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if handles_interrupt:
@@ -61,6 +63,22 @@ def run_command() -> None:
         main()
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
+
+
+def _make_standard_streams_usable() -> None:
+    """Replace closed standard streams by the null device, and escape what an encoding lacks."""
+    for descriptor, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            # Else the next file to be opened, such as a checkpoint, would get this descriptor, and
+            # what C++ libraries print would be written into it.
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(descriptor, mode, closefd=False))  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # As Python does for stderr: with `PYTHONIOENCODING=ascii` arrows would raise an error.
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _make_working_folder_message() -> str:

@@ -54,6 +54,23 @@ def printable(text: str, lines: bool = True) -> str:
     return (_UNPRINTABLE if lines else _UNPRINTABLE_IN_LINE).sub(_escape_character, text)
 
 
+# Cc, Cs, Zl and Zp. Others, such as the joiners of Persian and Hindi words, are parts of names.
+_CONTROL = re.compile("[\0-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+
+
+def has_control_characters(name: str) -> bool:
+    r"""Return whether a name ends a line, controls a terminal, or cannot be encoded as UTF-8.
+
+    Models and files with such names are refused: a line break would forge a line of a message, a
+    table or a program.
+
+    >>> has_control_characters("net\nerror: forged"), has_control_characters("\ud800")
+    (True, True)
+    """
+    # ASCII first, a fast test that most names pass.
+    return not (name.isascii() and name.isprintable()) and _CONTROL.search(name) is not None
+
+
 def _escape_character(match: re.Match[str]) -> str:
     # In UTF-16, as JSON escapes characters beyond U+FFFF as a surrogate pair.
     units = match[0].encode("utf-16-be", "surrogatepass")

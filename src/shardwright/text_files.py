@@ -22,7 +22,7 @@ from typing import Any
 
 import yaml
 
-from shardwright.errors import ShardwrightError, ShardwrightWarning
+from shardwright.errors import ShardwrightError, ShardwrightWarning, has_control_characters
 
 ErrorType = type[ShardwrightError]
 
@@ -110,6 +110,17 @@ def _convert_file_errors(path: str | Path, error_type: ErrorType) -> Iterator[No
         raise error_type(f"{path}: {reason}") from None
 
 
+def check_path(path: Path) -> None:
+    """Raise OSError, as for other paths that cannot be written, in place of Python's ValueError for
+    a path that is not a text of the file system: one with a null byte or an unpaired surrogate."""
+    try:
+        is_text = b"\0" not in os.fsencode(path)
+    except UnicodeEncodeError:
+        is_text = False
+    if not is_text:
+        raise OSError(errno.EINVAL, "not a path: it has control characters", str(path))
+
+
 def write_text(path: str | Path, text: str) -> None:
     """Write a UTF-8 file. A failure, such as a full disk, leaves an existing file as it was.
 
@@ -117,6 +128,7 @@ def write_text(path: str | Path, text: str) -> None:
         OSError: if the file cannot be written.
     """
     target = Path(path)
+    check_path(target)
     with suppress(FileNotFoundError):
         target.stat()  # Raises OSError for a loop of links.
     # A pipe or device cannot be replaced by a rename.
@@ -158,6 +170,7 @@ def partial_file(target: Path, suffix: str = "") -> Path:
     Raises:
         OSError: if a leftover cannot be removed.
     """
+    check_path(target)
     # Hidden, unlike files of the user. In the same folder, since a rename is atomic only within a
     # file system. File systems limit names to 255 bytes, and a character may have several.
     prefix = os.fsencode(target.name)[:200].decode(errors="ignore")
@@ -270,7 +283,7 @@ def _check_plain_data(data: Any, max_values: float) -> None:
         if isinstance(value, dict):
             for key, item in value.items():
                 # Keys are names, which messages and tables print: a line break would forge a line.
-                if isinstance(key, str) and not key.isprintable() and min(key) < " ":
+                if isinstance(key, str) and has_control_characters(key):
                     raise ValueError(
                         f"the key {short_repr(key)} has control characters; remove them"
                     )

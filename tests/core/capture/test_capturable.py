@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.utils.data import DataLoader
 from transformers import BatchEncoding
 
 import shardwright as sw
+from shardwright.core.graph.serialize import dumps, loads
 
 
 class Net(nn.Module):
@@ -104,3 +106,31 @@ def test_a_synchronized_batch_norm_is_planned_as_a_batch_norm() -> None:
     synchronized = nn.SyncBatchNorm.convert_sync_batchnorm(net)
     targets = [op.target for op in sw.capture(synchronized, (images,)).ops]
     assert targets == [op.target for op in sw.capture(net, (images,)).ops]
+
+
+@pytest.mark.parametrize("name", ["a\nb", "a\x1b[2J", "a\x9b", "a\u2028b", "a\ud800"])
+@pytest.mark.parametrize("kind", ["module", "parameter", "buffer"])
+def test_names_with_control_characters_are_refused_before_a_plan_has_them(
+    kind: str, name: str
+) -> None:
+    net = Net()
+    if kind == "module":
+        net.linear.add_module(name, nn.Identity())
+    elif kind == "parameter":
+        net.linear.register_parameter(name, nn.Parameter(X))
+    else:
+        net.linear.register_buffer(name, X)
+    with pytest.raises(sw.CaptureError, match=r"linear: the name .* has control characters"):
+        sw.plan(net, (X,), devices=2)
+
+
+def test_names_with_joiners_and_spaces_of_other_scripts_round_trip(tmp_path: Path) -> None:
+    # ZERO WIDTH NON-JOINER, as in Persian words, and NO-BREAK SPACE.
+    name = "می\u200cخواهم\xa0"
+    net = nn.Sequential()
+    net.add_module(name, nn.Linear(4, 4))
+    plan = sw.plan(net, (X,), devices=2)
+    plan.save(tmp_path / "plan.json")
+    assert sw.Plan.load(tmp_path / "plan.json") == plan
+    assert plan.graph is not None
+    assert loads(dumps(plan.graph)).fingerprint == plan.graph.fingerprint

@@ -160,3 +160,13 @@ def test_a_full_disk_leaves_no_lock_and_no_new_folder(tmp_path: Path) -> None:
     with no_file_above(0), pytest.raises(LockError, match=r"\.lock: File too large"):
         lock_folders(tmp_path / "new").__enter__()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["a\0b", "a\ud800"])
+def test_a_path_that_the_file_system_cannot_encode_is_refused(tmp_path: Path, name: str) -> None:
+    with (
+        pytest.raises(LockError, match=r"cannot lock .*: not a path: it has control characters"),
+        lock_folders(tmp_path / name),
+    ):
+        pass
+    assert not list(tmp_path.iterdir())

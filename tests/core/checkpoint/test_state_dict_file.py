@@ -102,3 +102,15 @@ def test_a_series_of_any_length_is_missing_its_first_absent_file(tmp_path: Path)
     sw.save_state_dict(net, tmp_path / f"net-00001-of-{10**50}.safetensors")
     with pytest.raises(CheckpointError, match=r"net-00002-of-10+\.safetensors is missing"):
         sw.load_state_dict(net, tmp_path)
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
+@pytest.mark.parametrize("name", ["a\0b", "a\ud800"])
+def test_a_path_that_the_file_system_cannot_encode_is_refused(
+    tmp_path: Path, name: str, suffix: str
+) -> None:
+    with pytest.raises(sw.CheckpointError, match="not a path: it has control characters"):
+        sw.save_state_dict(nn.Linear(2, 2), tmp_path / f"{name}{suffix}")
+    with pytest.raises(sw.CheckpointError, match="tmp"):
+        sw.load_state_dict(nn.Linear(2, 2), tmp_path / f"{name}{suffix}")
+    assert not list(tmp_path.iterdir())

@@ -115,7 +115,7 @@ def body_of(content: bytes) -> bytes:
         ),
         (lambda c: ["function", "eval"] if c[:1] == ["operator"] else c, "KeyError: 'eval'"),
         (lambda c: ["dtype", "hub"] if c[:1] == ["dtype"] else c, "in place of a dtype"),
-        (lambda c: "0\nimport os" if c == "0" else c, "unprintable characters"),
+        (lambda c: "0\nimport os" if c == "0" else c, "control characters"),
         (
             lambda c: ["dict", "x=open('run')", 1] if c == ["dict"] else c,
             "keywords that are not identifiers",

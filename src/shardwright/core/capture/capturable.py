@@ -13,7 +13,8 @@ from torch.utils.data import DataLoader
 
 from shardwright.core.torch_internals import pytree
 from shardwright.core.torch_internals.flex import register_block_masks
-from shardwright.errors import CaptureError
+from shardwright.errors import CaptureError, has_control_characters
+from shardwright.text_files import short_repr
 
 
 def check_capturable(module: object, args: object, kwargs: object) -> None:
@@ -32,12 +33,14 @@ def check_capturable(module: object, args: object, kwargs: object) -> None:
 
 
 def check_module(module: object) -> None:
-    """Check that the model is a module.
+    """Check that the model is a module whose names can be printed and written.
 
     Raises:
-        CaptureError: if `module` is not an `nn.Module`.
+        CaptureError: if `module` is not an `nn.Module`, or the name of a submodule, parameter or
+            buffer has control characters.
     """
     if isinstance(module, nn.Module):
+        _check_names(module)
         return
     if inspect.isclass(module):
         what, remedy = f"the class {module.__name__}", f"pass an instance: {module.__name__}(...)"
@@ -45,6 +48,18 @@ def check_module(module: object) -> None:
         what = f"a {type(module).__name__}"
         remedy = "pass an nn.Module; wrap a function in the `forward` of a module"
     raise CaptureError(f"the model must be an nn.Module, not {what}\n{remedy}")
+
+
+def _check_names(module: nn.Module) -> None:
+    for path, owner in module.named_modules():
+        for attribute in ("_modules", "_parameters", "_buffers"):
+            for name in getattr(owner, attribute):
+                if has_control_characters(name):
+                    raise CaptureError(
+                        f"{path or 'the model'}: the name {short_repr(name)} has control characters"
+                        "\nrename it, such as `net.add_module('first', layer)`: plans, programs and"
+                        " tables have one name per line"
+                    )
 
 
 def check_arguments(args: object, kwargs: object) -> None:

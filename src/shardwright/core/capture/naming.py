@@ -29,7 +29,7 @@ from shardwright.core.graph.custom_ops import (
 )
 from shardwright.core.graph.local_map import is_module_call
 from shardwright.core.torch_internals.operators import OpOverload, schema_of
-from shardwright.errors import CaptureError
+from shardwright.errors import CaptureError, printable
 
 aten = torch.ops.aten
 
@@ -156,7 +156,7 @@ def _find_user_frame(node: fx.Node) -> tuple[str, int] | None:
 def source_of(node: fx.Node) -> str:
     """Return the user's line that calls an operator, as `file.py:12`; `""` if unknown."""
     frame = _find_user_frame(node)
-    return f"{Path(frame[0]).name}:{frame[1]}" if frame else ""
+    return f"{printable(Path(frame[0]).name, lines=False)}:{frame[1]}" if frame else ""
 
 
 def _format_line(file: str, line: int) -> str:

@@ -19,6 +19,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from shardwright.errors import LockError
+from shardwright.text_files import check_path
 
 LOCK_FILE = ".lock"
 
@@ -68,6 +69,10 @@ def _lock_folder(folder: Path) -> Iterator[list[int]]:
         already, or the file system does not support locks.
     """
     path, is_new = folder / LOCK_FILE, not folder.exists()
+    try:
+        check_path(folder)
+    except OSError as error:
+        raise LockError(f"cannot lock {path}: {error.strerror}\nuse a plain path") from None
     try:
         lock = _acquire_lock(path)
     except OSError as error:

@@ -25,6 +25,7 @@ from shardwright.core.graph import custom_ops
 from shardwright.core.graph.graph import Graph, Op, Origin, Value, WholeBatch
 from shardwright.core.torch_internals.operators import OpOverload
 from shardwright.core.torch_internals.pytree import TreeSpec, treespec_dumps, treespec_loads
+from shardwright.errors import has_control_characters
 
 FORMAT = 5
 """Version of the file format; increment with every change of the format."""
@@ -139,9 +140,9 @@ class _GraphReader:
     def read(self, content: Any) -> Any:
         if not isinstance(content, list):
             # Strings become part of a program's text, to which a line break could add a statement.
-            if isinstance(content, str) and not content.isprintable():
+            if isinstance(content, str) and has_control_characters(content):
                 raise ValueError(
-                    f"the graph contains {content!r}, a string with unprintable characters\n"
+                    f"the graph contains {content!r}, a string with control characters\n"
                     "remove them from the model, and capture it again"
                 )
             return content

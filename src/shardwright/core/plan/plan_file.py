@@ -32,7 +32,7 @@ from shardwright.core.plan.contradictions import check_consistent
 from shardwright.core.plan.data import PlanData
 from shardwright.core.plan.rows import OperatorRow, StepRow
 from shardwright.core.search.choices import SCALED_QUANTITIES, OtherChoice
-from shardwright.errors import PlanError
+from shardwright.errors import PlanError, has_control_characters
 from shardwright.text_files import DIGEST, content_digest, parse_json, short_repr, warn_if_edited
 
 AnyPlan = TypeVar("AnyPlan", bound=PlanData)
@@ -262,10 +262,10 @@ def plan_from_json(plan_type: type[AnyPlan], text: str, where: str) -> AnyPlan:
     """
     data = parse_json(text, f"{where}: not a plan", PlanError)
     version = data.get("version") if isinstance(data, dict) else None
-    # JSON allows control characters only as escapes, so most files need no search for them.
+    # In most files all names are ASCII without escapes, and need no search.
     name = (
         next(_find_strings_with_control_characters(data), None)
-        if re.search(r"\\[bfnrtu]", text)
+        if re.search(r"\\[bfnrtu]|[^\0-~]", text)
         else None
     )
     if name is not None:
@@ -313,7 +313,7 @@ def _find_strings_with_control_characters(data: Any) -> Iterator[str]:
             pending += [*value, *value.values()]
         elif isinstance(value, list):
             pending += value
-        elif isinstance(value, str) and any(character < " " for character in value):
+        elif isinstance(value, str) and has_control_characters(value):
             yield value
 
 
