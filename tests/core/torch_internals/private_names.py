@@ -315,7 +315,7 @@ MODULES = (
     PrivateName("torch.nn.Module._backward_hooks", "the same; of tensors, which are moved"),
     PrivateName(
         "torch.nn.Module._ddp_params_and_buffers_to_ignore",
-        "refuses `DistributedDataParallel`, which reads it of modules that have it",
+        "the tensors that `DistributedDataParallel` ignores, which may be those of a planned model",
     ),
     PrivateName("torch.nn.modules.module._has_any_global_hook", "finds hooks, which are refused"),
     PrivateName(
@@ -419,6 +419,13 @@ DTENSOR = (
             "`CommDebugMode`, which is no hook before the communication",
         )
         for module in ("_api", "_dispatch", "_redistribute")
+    ),
+    PrivateName(
+        "torch.distributed._composable.replicate._ReplicateState",
+        "refuses `replicate` of a planned model, which would replace its parameters later",
+    ),
+    PrivateName(
+        "torch.distributed._composable.replicate.DDP", "refuses to plan a model of `replicate`"
     ),
     PrivateName(
         "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam",

@@ -31,6 +31,10 @@ MODULE = nn.Module()
 nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(MODULE, ())
 
 OBJECTS = {
+    # A function hides this module.
+    "torch.distributed._composable.replicate": importlib.import_module(
+        "torch.distributed._composable.replicate"
+    ),
     "torch.distributed._local_tensor.LocalTensorMode": LocalTensorMode(1),
     "torch._ops.OpOverload": torch.ops.aten.mean.dim,
     "torch.autocast": torch.autocast("cpu"),

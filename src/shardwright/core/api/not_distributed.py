@@ -9,6 +9,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from shardwright.core.parallel.module import ParallelModule
 from shardwright.core.parallel.module_wrapper import wrapped_model
+from shardwright.core.torch_internals.distributed import ReplicatedModule
 from shardwright.errors import PlanError
 
 EXAMPLE = "net = sw.parallelize(net, sw.plan(net, batch, devices=8))"
@@ -18,6 +19,7 @@ DISTRIBUTED_CLASSES = {
     DataParallel: "wrapped by DataParallel",
     FullyShardedDataParallel: "wrapped by FullyShardedDataParallel",
     FSDPModule: "sharded by fully_shard",
+    ReplicatedModule: "wrapped by `replicate`",
 }
 
 

@@ -320,9 +320,9 @@ def _refuse_fully_shard(parameter: Tensor) -> None:
     # Not by the mesh: that of another library may equal the mesh of a plan.
     if is_planned_parameter(parameter):
         raise PlanError(
-            "`fully_shard` was called on a planned model, whose parameter of shape"
-            f" {tuple(parameter.shape)} is sharded already\nremove `fully_shard`; to shard"
-            " parameters, gradients and optimizer state over replicas, as it does, plan with"
+            "`fully_shard` or `replicate` was called on a planned model, whose parameter of shape"
+            f" {tuple(parameter.shape)} is sharded already\nremove the call, since the plan reduces"
+            " gradients; to shard parameters and optimizer state over replicas, plan with"
             " `sw.plan(net, batch, devices=8, hsdp={'level': 'level3'})`"
         )
 

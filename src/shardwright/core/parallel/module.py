@@ -33,12 +33,13 @@ from shardwright.core.parallel.stored_tensors import (
 )
 from shardwright.core.parallel.template import template_of
 from shardwright.core.parallel.uninitialized import Initialization, tie_parameters_like
+from shardwright.core.parallel.wrappers import refuse_wrappers
 from shardwright.core.partition.partitioned import Partitioned
 from shardwright.core.runtime.counted_calls import model_call
 from shardwright.core.runtime.devices import Devices
 from shardwright.core.runtime.total_norms import extend_total_norms
-from shardwright.core.torch_internals.distributed import before_data_parallel
 from shardwright.core.torch_internals.hooks import hooks_of_modules, swap_forward_hooks
+from shardwright.core.torch_internals.modules import forget_compilation
 from shardwright.errors import CaptureError, MixedTensorsError, PlanError
 
 log = logging.getLogger(__name__)
@@ -85,27 +86,6 @@ class Copyable:
             "save its parameters with `sw.save_state_dict(net, path)` or `sw.save_checkpoint` and "
             "load them into another model, or copy the model with `copy.deepcopy(net)`"
         )
-
-
-def _get_names_ignored_by_ddp(net: ParallelModule) -> tuple[str, ...]:
-    """Return no names, so that DDP can wrap a planned model on one device.
-
-    Raises:
-        PlanError: on several devices, since the planned model reduces its gradients itself.
-    """
-    if net.execution.devices.is_distributed:
-        raise PlanError(
-            f"DistributedDataParallel wraps the planned {type(net).__name__}, which reduces its"
-            " gradients itself\ncall the model without it; under Accelerate prepare the model with"
-            " `shardwright.integrations.accelerate.prepare(accelerator, net, optimizer, loader)`,"
-            " under Lightning pass `strategy=ShardwrightStrategy()` of"
-            " `shardwright.integrations.lightning`"
-        )
-    return ()
-
-
-# Of a base class, so that it is not among the names that a user's model may not have.
-before_data_parallel(Copyable, _get_names_ignored_by_ddp)
 
 
 class ParallelModule(Copyable, nn.Module):
@@ -236,6 +216,7 @@ def parallel_module(
     compute_unsupported_operators()
     refuse_to_save_shards()
     extend_total_norms()
+    refuse_wrappers()
     # Before the parameters are replaced. The hooks are taken as the dictionaries in which they were
     # registered, from which `RemovableHandle.remove()` deletes them.
     template, user_forward, hooks = template_of(module), module.forward, hooks_of_modules(module)
@@ -259,6 +240,13 @@ def parallel_module(
     vars(stored)["execution"] = execution
     if initialization.names and other_stages:
         initialization.add_placeholders(stored, template, other_stages)
+    # Dynamo would trace the guards and caches of `Execution`.
+    if forget_compilation(stored):
+        log.warning(
+            "%s was compiled before it was planned, which has no effect\n%s",
+            type(module).__name__,
+            COMPILE_REMEDY,
+        )
     # Not by assignment, which a `__setattr__` of the model may intercept.
     parallel_class = _derive_planned_class(stored, user_forward)
     execution.class_names = frozenset(vars(parallel_class))

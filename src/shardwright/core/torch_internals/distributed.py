@@ -12,9 +12,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import distributed_c10d
+from torch.distributed._composable.replicate import DDP, _ReplicateState
 from torch.distributed.distributed_c10d import Store
 from torch.testing._internal.distributed.fake_pg import FakeStore as FakeStore
+
+from shardwright.core.torch_internals.modules import call_before
+
+ReplicatedModule = DDP
+"""Class from which a module is derived after `replicate` of `torch.distributed._composable`."""
 
 FAKE = "fake"
 """Name of PyTorch's backend that simulates a process group in a single process."""
@@ -34,15 +41,26 @@ def is_group_call(operator: Any) -> bool:
     return bool(operator.namespace == "c10d")
 
 
-def before_data_parallel(module_class: Any, called: Callable[[Any], Iterable[str]]) -> None:
-    """Call `called` before `DistributedDataParallel` wraps a module of class `module_class`.
+def names_ignored_by_ddp(module: nn.Module) -> frozenset[str]:
+    """Return the names of parameters and buffers that `DistributedDataParallel` would ignore."""
+    return frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+
+
+def before_replicate(check: Callable[[nn.Module, Iterable[nn.Module]], None]) -> None:
+    """Call `check` before `replicate` of `torch.distributed._composable` changes a module.
+
+    The change is permanent for the process; a second check is ignored.
 
     Args:
-        module_class: a subclass of `nn.Module`.
-        called: takes the module; returns the names of the parameters and buffers that DDP ignores.
+        check: takes the module and the submodules that `replicate` ignores.
     """
-    # The attribute that is read first, before anything is communicated.
-    module_class._ddp_params_and_buffers_to_ignore = property(called)
+
+    def check_arguments(
+        _: object, module: nn.Module, ignored_modules: Iterable[nn.Module], **options: Any
+    ) -> None:
+        check(module, ignored_modules)
+
+    call_before(_ReplicateState, "record_init_args", check_arguments)
 
 
 class GroupClock:

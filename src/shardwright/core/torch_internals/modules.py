@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 import torch
@@ -200,6 +201,39 @@ def observe_calls(module: nn.Module, callback: Callable[[], object]) -> Callable
 
     module._compiled_call_impl = call
     return stop
+
+
+def forget_compilation(module: nn.Module) -> bool:
+    """Undo `module.compile()`; submodules stay compiled.
+
+    Returns:
+        Whether the module was compiled.
+    """
+    compiled = module._compiled_call_impl is not None
+    module._compiled_call_impl = None
+    return compiled
+
+
+def call_before(owner: Any, name: str, check: Callable[..., None]) -> None:
+    """Call `check` with the arguments of each call of a function, before the function.
+
+    The change is permanent for the process; a second check of a function is ignored.
+
+    Args:
+        owner: the class or module of the function.
+        name: name of the function.
+        check: takes the arguments of the function, and may raise an error.
+    """
+    function = vars(owner)[name]
+
+    @wraps(function)
+    def check_and_call(*args: Any, **kwargs: Any) -> Any:
+        check(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    if not hasattr(function, "checks_arguments"):
+        vars(check_and_call)["checks_arguments"] = True
+        setattr(owner, name, check_and_call)
 
 
 def set_log_level(level: int) -> None:
