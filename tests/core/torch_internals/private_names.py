@@ -249,6 +249,11 @@ TENSORS = (
         "adds up a parameter's gradient right after the operator that reads what it is cast to",
         "a cast for each micro-batch, beside its operator",
     ),
+    PrivateName(
+        "torch._C._will_engine_execute_node",
+        "gives zeros as the gradient of an input that a local map has not used",
+        "a walk over the autograd graph of each call",
+    ),
     PrivateName("torch._subclasses.fake_tensor.FakeTensor", "knows tensors that capture made"),
     PrivateName("torch._check_tensor_all_with", "checks values, which a captured model does not"),
     PrivateName(

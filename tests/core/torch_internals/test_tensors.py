@@ -8,6 +8,7 @@ import torch
 from shardwright.core.torch_internals.tensors import (
     FakeTensorMode,
     prioritize_gradient,
+    runs_in_backward_pass,
     without_checks_of_fake_tensors,
 )
 
@@ -40,3 +41,19 @@ def test_checks_of_values_pass_for_fake_tensors_only() -> None:
         torch._check_tensor_all(fake)
         with pytest.raises(RuntimeError):
             torch._check_tensor_all(torch.ones(2) > 3)
+
+
+@pytest.mark.parametrize("to", ["all", "x"])
+def test_a_node_that_the_results_do_not_depend_on_does_not_run_in_their_backward_pass(
+    to: str,
+) -> None:
+    x, unused = (torch.ones(2, requires_grad=True) for _ in range(2))
+    nodes = [x.view_as(x).grad_fn, unused.view_as(unused).grad_fn]
+    used = x.view_as(x)
+    result = used.exp().sum()
+    runs: list[bool] = []
+    result.register_hook(
+        lambda _: runs.extend(map(runs_in_backward_pass, [used.grad_fn, *nodes]))  # type: ignore[arg-type]
+    )
+    result.backward() if to == "all" else torch.autograd.grad(result, x)
+    assert runs == [True, False, False]

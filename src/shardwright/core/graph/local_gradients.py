@@ -19,7 +19,11 @@ from shardwright.core.torch_internals.local_tensors import (
     tensor_of_ranks,
     tensors_by_rank,
 )
-from shardwright.core.torch_internals.tensors import requires_grad, storage_id
+from shardwright.core.torch_internals.tensors import (
+    requires_grad,
+    runs_in_backward_pass,
+    storage_id,
+)
 
 ShapesAndDtypes = Sequence[tuple[tuple[int, ...], torch.dtype]]
 """(Shape, dtype) of each tensor of a sequence."""
@@ -78,28 +82,37 @@ def is_floating(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def connect_unused_inputs(
-    results: Sequence[Tensor], tensors: Sequence[Tensor]
-) -> tuple[Tensor, ...]:
-    """Return the results, connected in the autograd graph to every input that requires a gradient.
+RunLocally = Callable[[Sequence[Tensor]], Sequence[Tensor]]
+"""The user's function of a `local_map`, from local input tensors to local results."""
+
+
+def run_with_connected_inputs(run: RunLocally, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Run the user's function; return its results, connected in the autograd graph to every input
+    that requires a gradient.
 
     An input that the user's function has not used gets a gradient of zeros instead of None. With
     data-dependent branches, a parameter may be used on some ranks only; without a gradient, the
     other ranks would not join the collective that reduces it, and the step would hang.
 
     Args:
-        results: the results of the user's function.
-        tensors: the inputs of the user's function.
+        run: the user's function.
+        tensors: its inputs.
     """
-    trained = [tensor for tensor in tensors if tensor.requires_grad]
+    if not torch.is_grad_enabled():
+        return tuple(run(tensors))
+    # The function gets views, whose autograd nodes tell in the backward pass whether it has used
+    # them: the inputs themselves may share one node. To look for them in the autograd graph after
+    # each call takes longer than a hundred views.
+    views = [tensor.view_as(tensor) if tensor.requires_grad else tensor for tensor in tensors]
+    results = tuple(run(views))
+    pairs = [pair for pair in zip(tensors, views, strict=True) if pair[0].requires_grad]
     # Without results that require a gradient, no backward pass comes here.
-    if not trained or not any(result.requires_grad for result in results):
-        return tuple(results)
-    reached = reached_by_gradients(results, trained)
-    unused = [tensor for tensor, is_reached in zip(trained, reached, strict=True) if not is_reached]
-    if not unused:
-        return tuple(results)
-    connected: tuple[Tensor, ...] = _ConnectUnusedInputs.apply(len(results), *results, *unused)  # type: ignore[no-untyped-call]
+    if not pairs or not any(map(requires_grad, results)):
+        return results
+    trained, used = zip(*pairs, strict=True)
+    connected: tuple[Tensor, ...] = _ConnectInputsFunction.apply(  # type: ignore[no-untyped-call]
+        [view.grad_fn for view in used], len(results), *results, *trained
+    )
     return connected
 
 
@@ -140,16 +153,18 @@ def _find_edges_to_inputs(results: Sequence[Tensor], input_nodes: set[Any]) -> s
     return reached
 
 
-class _ConnectUnusedInputs(torch.autograd.Function):
-    """Return results unchanged, with gradients of zeros for unused inputs.
+class _ConnectInputsFunction(torch.autograd.Function):
+    """Return results unchanged, with gradients of zeros for the inputs that they do not depend on.
 
-    The arguments are the number of results, the results, and the unused inputs.
+    The arguments are the autograd nodes that the inputs are read through, the number of results,
+    the results, and the inputs.
     """
 
     @staticmethod
-    def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        results, unused = tensors[:count], tensors[count:]
-        ctx.unused_types = [(t.shape, t.dtype, t.device) for t in unused]
+    def forward(ctx: Any, nodes: Sequence[Any], count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        results, inputs = tensors[:count], tensors[count:]
+        ctx.nodes = nodes
+        ctx.input_types = [(t.shape, t.dtype, t.device) for t in inputs]
         # Results that no loss reads pass None on instead of zeros.
         ctx.set_materialize_grads(False)
         # Views, since autograd treats inputs that are returned unchanged specially.
@@ -161,14 +176,12 @@ class _ConnectUnusedInputs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        inputs = zip(ctx.nodes, ctx.input_types, strict=True)
         zeros = (
-            torch.zeros(s, dtype=dtype, device=device) for s, dtype, device in ctx.unused_types
+            None if runs_in_backward_pass(node) else torch.zeros(s, dtype=dtype, device=device)
+            for node, (s, dtype, device) in inputs
         )
-        return None, *gradients, *zeros
-
-
-RunLocally = Callable[[Sequence[Tensor]], Sequence[Tensor]]
-"""The user's function of a `local_map`, from local input tensors to local results."""
+        return None, None, *gradients, *zeros
 
 
 def on_each_rank(run: RunLocally, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -207,7 +220,7 @@ class _OnEachRankFunction(torch.autograd.Function):
                 for tensor, needs_grad in zip(inputs, ctx.needs_input_grad[1:], strict=True):
                     tensor.requires_grad_(needs_grad)
                 with record_saved_inputs(inputs, saved):
-                    ctx.runs[rank] = inputs, connect_unused_inputs(run(inputs), inputs)
+                    ctx.runs[rank] = inputs, run_with_connected_inputs(run, inputs)
         # Saved through `ctx`, so that parameters are gathered again for the backward pass, as on
         # real ranks.
         ctx.save_for_backward(*(t if i in saved else None for i, t in enumerate(tensors)))

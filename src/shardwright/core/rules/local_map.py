@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shardwright.core.graph.graph import Op
 from shardwright.core.graph.local_declaration import Declaration, DimNames
-from shardwright.core.graph.local_gradients import connect_unused_inputs
+from shardwright.core.graph.local_gradients import run_with_connected_inputs
 from shardwright.core.graph.local_map import LocalCall
 from shardwright.core.rules.notation import sharding_rule
 from shardwright.core.rules.rule import LocalSharding, MainFactors, ShardingRule, rule_for
@@ -82,7 +82,7 @@ def _build_local_map_kernel(op: Op, local: LocalSharding) -> Callable[..., Any]:
 
     def local_map(*tensors: Tensor) -> Any:
         # Ranks reduce gradients together, so all of them must have gradients of the same inputs.
-        results = connect_unused_inputs(call.run(tensors), tensors)
+        results = run_with_connected_inputs(call.run, tensors)
         terms = tuple(map(term, results, divisors))
         return terms[0] if len(terms) == 1 else terms
 

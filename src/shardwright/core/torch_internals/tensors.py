@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
 
 Subclass = TypeVar("Subclass", bound=Tensor)
@@ -111,6 +112,11 @@ def prioritize_gradient(tensor: Tensor) -> Tensor:
     if tensor.grad_fn is not None:
         tensor.grad_fn._set_sequence_nr(2**64 - 1)  # type: ignore[attr-defined]
     return tensor
+
+
+def runs_in_backward_pass(node: Node) -> bool:
+    """Return whether the current backward pass runs `node`; only called during a backward pass."""
+    return torch._C._will_engine_execute_node(node)
 
 
 def conjugated(tensor: Tensor) -> Tensor:
