@@ -20,6 +20,7 @@ from shardwright.core.torch_internals.local_tensors import (
     tensors_by_rank,
 )
 from shardwright.core.torch_internals.tensors import (
+    prioritize_gradient,
     requires_grad,
     runs_in_backward_pass,
     storage_id,
@@ -103,7 +104,11 @@ def run_with_connected_inputs(run: RunLocally, tensors: Sequence[Tensor]) -> tup
     # The function gets views, whose autograd nodes tell in the backward pass whether it has used
     # them: the inputs themselves may share one node. To look for them in the autograd graph after
     # each call takes longer than a hundred views.
-    views = [tensor.view_as(tensor) if tensor.requires_grad else tensor for tensor in tensors]
+    # Prioritized, so that gradients are reduced as soon as they are complete.
+    views = [
+        prioritize_gradient(tensor.view_as(tensor)) if tensor.requires_grad else tensor
+        for tensor in tensors
+    ]
     results = tuple(run(views))
     pairs = [pair for pair in zip(tensors, views, strict=True) if pair[0].requires_grad]
     # Without results that require a gradient, no backward pass comes here.
