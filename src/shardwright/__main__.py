@@ -143,8 +143,10 @@ def _import_cli_main(arguments: Sequence[str]) -> Callable[[], None]:
     elif "--progress" in arguments:
         # In the format of the progress lines that follow, whose seconds count from now.
         note = f"{0:6.1f} s  {LOADING_NOTE}\n"
-    sys.stderr.write(note)
-    sys.stderr.flush()
+    # On a full disk, writing even an empty text is an error.
+    if note:
+        sys.stderr.write(note)
+        sys.stderr.flush()
     main: Callable[[], None] = import_module("shardwright.cli").main
     if note.endswith("\r"):
         # Overwrites the note.

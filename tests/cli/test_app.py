@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -451,3 +452,12 @@ def test_a_file_of_strategies_pins_the_model_of_a_configuration(
     status, _, err = command("plan", "config.yaml", "--devices", "2")
     assert status == 2
     assert "pins.json" in err and "net.first" in err
+
+
+def test_a_full_disk_to_which_stdout_is_redirected_is_named() -> None:
+    command = f"{shlex.quote(sys.executable)} -m shardwright --version >/dev/full"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True)
+    assert (done.returncode, done.stderr.splitlines()[0]) == (
+        2,
+        "error: stdout: No space left on device",
+    )

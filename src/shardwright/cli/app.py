@@ -62,7 +62,12 @@ def echo(text: str, err: bool = False) -> None:
     Args:
         err: print to stderr.
     """
-    typer.echo(printable(text), err=err)
+    try:
+        typer.echo(printable(text), err=err)
+    except OSError as error:
+        # Such as a full disk to which stdout is redirected.
+        error.filename = "stderr" if err else "stdout"
+        raise
 
 
 def _print_version(requested: bool) -> None:

@@ -1,8 +1,13 @@
 """Following files that are being written."""
 
+import errno
+import re
 import time
 from pathlib import Path
 
+import pytest
+
+from shardwright.errors import ShardwrightWarning
 from shardwright.run.loop.progress_bar import follow_files
 
 
@@ -44,3 +49,16 @@ def test_a_file_in_the_place_of_another_is_read_from_its_beginning(tmp_path: Pat
         path.rename(tmp_path / "log.before")
         path.write_text("three\n")
         wait_for(lines, ["one", "two", "unfinish", "three"])
+
+
+def test_lines_that_cannot_be_printed_are_one_warning(tmp_path: Path) -> None:
+    path = tmp_path / "stdout"
+    path.write_text("first\nsecond\n")
+
+    def fail(line: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    told = rf"no longer printed: No space left on device\nread them in {re.escape(str(path))}"
+    with pytest.warns(ShardwrightWarning, match=told) as caught, follow_files({path: fail}):
+        pass
+    assert len(caught) == 1

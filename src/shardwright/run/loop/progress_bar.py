@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import BinaryIO
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from shardwright.errors import ShardwrightWarning
 from shardwright.run.loop.step_log import StepRecord
 
 
@@ -68,19 +70,31 @@ def follow_files(on_line: Mapping[Path, Callable[[str], None]]) -> Iterator[None
 
     Args:
         on_line: by file, the function to call with each appended line. All functions are called
-            from one background thread.
+            from one background thread. If one raises OSError, a warning follows, and no lines do.
     """
     files = [_FollowedFile(path, function) for path, function in on_line.items()]
     ended = threading.Event()
 
     def follow() -> None:
-        while not ended.wait(POLL_SECONDS):
+        try:
+            while not ended.wait(POLL_SECONDS):
+                for file in files:
+                    file.read()
+            # Once more, for lines written since the last read.
             for file in files:
                 file.read()
-        # Once more, for lines written since the last read.
-        for file in files:
-            file.read()
-            file.close()
+                file.finish()
+        except OSError as error:
+            # Such as a full disk to which stdout is redirected. It does not end the run.
+            warnings.warn(
+                f"lines of the run are no longer printed: {error.strerror}\n"
+                f"read them in {files[0].path}",
+                ShardwrightWarning,
+                stacklevel=2,
+            )
+        finally:
+            for file in files:
+                file.close()
 
     thread = threading.Thread(target=follow, name="follow-logs", daemon=True)
     thread.start()
@@ -95,7 +109,7 @@ class _FollowedFile:
     """Reader of the lines appended to a file; if another file replaces it, reads that too."""
 
     def __init__(self, path: Path, on_line: Callable[[str], None]) -> None:
-        self._path, self._on_line = path, on_line
+        self.path, self._on_line = path, on_line
         self._file: BinaryIO | None = None
         self._unfinished = b""
 
@@ -107,11 +121,14 @@ class _FollowedFile:
             for line in lines:
                 self._on_line(line.decode(errors="replace"))
 
-    def close(self) -> None:
+    def finish(self) -> None:
         """Call `on_line` with the last line, even if it is incomplete, and close the file."""
         if self._unfinished:
             self._on_line(self._unfinished.decode(errors="replace"))
             self._unfinished = b""
+        self.close()
+
+    def close(self) -> None:
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -123,14 +140,14 @@ class _FollowedFile:
             yield self._file
             if not is_replaced:
                 return
-            self.close()
-        if self._path.exists():
-            self._file = self._path.open("rb")
+            self.finish()
+        if self.path.exists():
+            self._file = self.path.open("rb")
             yield self._file
 
     def _was_replaced(self, file: BinaryIO) -> bool:
         try:
-            return not os.path.samestat(self._path.stat(), os.fstat(file.fileno()))
+            return not os.path.samestat(self.path.stat(), os.fstat(file.fileno()))
         except FileNotFoundError:
             # The old file is gone, and the new one does not exist yet.
             return False
