@@ -95,8 +95,10 @@ def test_einsum_is_read_off_its_equation(equation, shapes, text) -> None:
     assert (found.main is not None) == (len(shapes) == 2)
 
 
-def test_einsum_of_a_diagonal_has_no_rule() -> None:
-    assert rule_of(op_of(aten.einsum.default, "ii->i", [randn(4, 4)])) is None
+def test_einsum_keeps_diagonals_whole() -> None:
+    assert str(check(aten.einsum.default, "bii->bi", [randn(2, 4, 4)])) == "b _ _ -> b _"
+    product = check(aten.einsum.default, "bii,bij->bj", [randn(2, 4, 4), randn(2, 4, 6)])
+    assert str(product) == "b _ _, b _ j -> b j"
 
 
 def test_paired_dimensions_are_summed() -> None:

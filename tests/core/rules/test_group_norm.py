@@ -16,7 +16,7 @@ F64 = torch.float64
 def test_channels_are_cut_between_groups_and_space_anywhere(groups) -> None:
     weight, bias = rand(8, dtype=F64), rand(8, dtype=F64)
     found = check(aten.group_norm.default, randn(4, 8, 6, dtype=F64), groups, weight, bias)
-    assert found.factors == (("b", "s") if groups == 1 else ("b", "c", "s"))
+    assert found.factors == ("b", "c", "s")
 
 
 def test_a_plane_without_weights_is_cut_along_both_of_its_dimensions() -> None:

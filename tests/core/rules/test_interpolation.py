@@ -26,6 +26,9 @@ LINE, PLANE, VOLUME = image(2, 2, 8), image(2, 2, 6, 6), image(1, 2, 4, 4, 2)
         (aten.upsample_nearest2d.vec, PLANE, (None, [2.0, 2.0])),
         (aten.upsample_nearest2d.default, PLANE, ([9, 9],)),
         (aten._upsample_nearest_exact2d.vec, PLANE, ([4, 8], None)),
+        (aten.upsample_nearest1d.vec, image(2, 2, 8), ([4], None)),
+        (aten.upsample_nearest1d.vec, image(2, 2, 8), (None, [1.5])),
+        (aten._upsample_nearest_exact1d.vec, image(2, 2, 12), (None, [0.75])),
     ],
     ids=operator_name,
 )

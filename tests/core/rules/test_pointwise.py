@@ -80,6 +80,8 @@ def test_boundaries_stay_whole() -> None:
     assert str(found) == "b s, _ -> b s"
     found = check(aten.searchsorted.Tensor, torch.linspace(-1, 1, 4), randn(4, 6))
     assert str(found) == "_, b s -> b s"
+    found = check(aten.isin.Tensor_Tensor, torch.arange(24).view(4, 6), torch.tensor([2, 5, 7]))
+    assert str(found) == "b s, _ -> b s"
 
 
 def test_rows_of_boundaries_may_be_cut() -> None:

@@ -42,6 +42,9 @@ def test_constants_pad_the_outermost_shards() -> None:
     assert str(check(aten.pad.default, randn(2, 4, 6), [0, 0, 0, 1])) == "b _ t -> b _ t"
     reflected = ([0, 0, 1, 1], "reflect")
     assert str(check(aten.pad.default, randn(2, 4, 6), *reflected)) == "b _ t -> b _ t"
+    around = check(aten.pad.default, randn(2, 8, 6), [2, 1, 2, 2], "circular")
+    assert str(around) == "b s t -> b s t"
+    assert around.capacity["s"] == 4
     assert str(check(aten.reflection_pad1d.default, randn(2, 4, 6), [2, 1])) == "b s _ -> b s _"
 
 
@@ -49,3 +52,10 @@ def test_rows_move_around_the_end() -> None:
     assert str(check(aten.roll.default, randn(4, 6), [1, -2], [0, -1])) == "b s -> b s"
     assert str(check(aten.roll.default, randn(12), [7, 2], [0, 0])) == "b -> b"
     assert str(check(aten.roll.default, randn(4, 6), [1])) == "_ _ -> _ _"
+
+
+def test_reversed_shards_swap_places() -> None:
+    assert str(check(aten.flip.default, randn(2, 6, 4), [1])) == "b s t -> b s t"
+    assert str(check(aten.flip.default, randn(4, 6), [0, -1])) == "b s -> b s"
+    assert str(check(aten.flip.default, torch.arange(12), [0])) == "b -> b"
+    assert str(check(aten.flip.default, randn(4).sum(), [])) == "() -> ()"

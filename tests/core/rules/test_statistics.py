@@ -42,6 +42,10 @@ TIES = tensor(
         (aten.cumsum.default, (1,), "b s -> b s"),
         (aten.cumprod.default, (0,), "b s -> b s"),
         (aten.logcumsumexp.default, (1,), "b s -> b s"),
+        (aten.cummax.default, (1,), "b s -> b s, b s"),
+        (aten.cummin.default, (0,), "b s -> b s, b s"),
+        (aten.linalg_vector_norm.default, (float("inf"), [1]), "b s -> b"),
+        (aten.linalg_vector_norm.default, (float("-inf"), [0], True), "b s -> _ s"),
     ],
 )
 def test_shards_of_the_dimension_are_combined(target, arguments, text) -> None:
@@ -49,7 +53,9 @@ def test_shards_of_the_dimension_are_combined(target, arguments, text) -> None:
     assert str(check(target, TIES, *arguments)) == text
 
 
-@pytest.mark.parametrize("target", [aten.amax.default, aten.argmax.default, aten.cumsum.default])
+@pytest.mark.parametrize(
+    "target", [aten.amax.default, aten.argmax.default, aten.cumsum.default, aten.cummax.default]
+)
 def test_shards_of_integers_are_combined(target) -> None:
     dim = [1] if target is aten.amax.default else 1
     assert len(check(target, TIES.long(), dim).factors) == 2
@@ -73,3 +79,10 @@ def test_a_nan_is_the_maximum_whichever_shard_has_it() -> None:
 def test_half_precision_is_combined_in_single_precision() -> None:
     x = (rand(2, 4096) + 1).bfloat16().requires_grad_(False)
     check(aten.logsumexp.default, torch.nn.Buffer(x), [1])
+
+
+def test_no_element_replaces_a_nan_or_an_earlier_infinity() -> None:
+    inf, nan = float("inf"), float("nan")
+    rows = [[-inf, -inf, -inf, -inf, 1, -inf], [0, nan, 1, 2, nan, 3], [inf, -inf, inf, 0, 0, inf]]
+    for target in (aten.cummax.default, aten.cummin.default):
+        check(target, torch.nn.Buffer(tensor(rows, dtype=torch.float64)), 1)

@@ -117,10 +117,21 @@ def test_interleaved_repetitions_are_cut_as_their_source() -> None:
     assert not check(aten.repeat_interleave.self_int, randn(2, 4), 3).factors
 
 
+def test_unequal_repetitions_keep_whole_what_they_repeat() -> None:
+    counts = torch.tensor([1, 0, 3, 2])
+    found = check(aten.repeat_interleave.self_Tensor, randn(2, 4, 6), counts, 1, output_size=6)
+    assert str(found) == "b _ t, _ -> b _ t"
+    assert not check(aten.repeat_interleave.self_Tensor, randn(4, 1), counts).factors
+
+
 def test_views_along_two_dimensions() -> None:
     assert str(check(aten.diagonal.default, randn(2, 4, 4), 0, 1, 2)) == "b _ _ -> b _"
-    assert str(check(aten.tril.default, randn(2, 4, 4))) == "b _ _ -> b _ _"
-    assert str(check(aten.triu.default, randn(4, 4), 1)) == "_ _ -> _ _"
+
+
+def test_triangles_are_cut_at_the_diagonal_of_the_matrix() -> None:
+    assert str(check(aten.tril.default, randn(2, 4, 6))) == "b s t -> b s t"
+    assert str(check(aten.tril.default, randn(6, 4), -2)) == "b s -> b s"
+    assert str(check(aten.triu.default, randn(4, 4), 1)) == "b s -> b s"
 
 
 def test_complex_numbers_are_whole_pairs() -> None:

@@ -161,12 +161,14 @@ def _build_contraction_rule(
 
 
 @rule_for(aten.einsum.default)
-def einsum(op: Op) -> ShardingRule | None:
-    """Einsum: its equation is the rule. Returns None if an operand repeats a label, as in `ii`."""
+def einsum(op: Op) -> ShardingRule:
+    """Einsum: its equation is the rule. A label that an operand repeats, as in `ii`, cannot be
+    sharded, because a mesh axis cannot shard two dimensions of one tensor."""
     terms, out = _parse_einsum_labels(op)
-    # A mesh axis cannot shard two dimensions of one tensor.
-    if any(len(set(term)) < len(term) for term in (*terms, out)):
-        return None
+    repeated = {label for term in terms for label in term if term.count(label) > 1}
+    *terms, out = [
+        tuple(None if label in repeated else label for label in term) for term in (*terms, out)
+    ]
     reduced = {label for term in terms for label in term if label not in out}
     rule = sharding_rule(op, terms, (out,), reduced=(label for label in reduced if label))
     # I, J and K describe a product of two operands; an einsum of others follows the cuts of its
@@ -174,7 +176,7 @@ def einsum(op: Op) -> ShardingRule | None:
     if len(terms) != 2:
         return rule
     # A label of both operands and the result is a batch dimension: neither operand is a weight.
-    batched = any(label in terms[1] and label in out for label in terms[0])
+    batched = any(label and label in terms[1] and label in out for label in terms[0])
     return _label_product_factors(rule, weight=None if batched else 1)
 
 

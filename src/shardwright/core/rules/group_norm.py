@@ -36,13 +36,14 @@ aten = torch.ops.aten
 @rule_for(aten.group_norm.default)
 def group_norm(op: Op) -> ShardingRule:
     """Group norm, `b c s t, c, c -> b c s t`: channels can be sharded between groups; with sharded
-    spatial dimensions, the kernel combines the moments of the shards."""
-    dims = image_factors(op)
+    spatial dimensions, or sharded channels of a single group, the kernel combines the moments of
+    the shards."""
+    dims, groups = image_factors(op), _count_groups(op)
     return sharding_rule(
         op,
         input_factors(op, {"input": dims, "weight": ("c",), "bias": ("c",)}),
         (dims,),
-        capacity={"c": _count_groups(op)},
+        capacity={"c": op.output.shape[1] if groups == 1 else groups},
         kernel=_build_group_norm_kernel,
         reductions=make_moment_all_gathers,
     )
@@ -59,6 +60,11 @@ def _count_groups(op: Op) -> int:
     """Return the number of groups of channels; of an instance norm, the number of channels."""
     groups: int = call_arguments(op).get("num_groups", op.inputs[0].shape[1])
     return groups
+
+
+def _count_local_groups(op: Op, shard_counts: Mapping[str, int]) -> int:
+    # Channels are sharded between groups, so a shard has whole groups or a part of the only one.
+    return max(1, _count_groups(op) // shard_counts.get("c", 1))
 
 
 @rule_for(aten.native_group_norm.default)
@@ -84,13 +90,14 @@ def group_norm_with_moments(op: Op) -> ShardingRule:
 
 
 def make_moment_all_gathers(op: Op, shard_counts: Mapping[str, int]) -> tuple[Reduction, ...]:
-    """Make the all-gather of the moments of spatial shards; empty if space is not sharded."""
-    sharded = tuple(factor for factor in SPACE if shard_counts.get(factor, 1) > 1)
+    """Make the all-gather of the moments of shards of a group; empty if no group is sharded."""
+    combined = ("c", *SPACE) if _count_groups(op) == 1 else SPACE
+    sharded = tuple(factor for factor in combined if shard_counts.get(factor, 1) > 1)
     if not sharded:
         return ()
     x = op.inputs[0]
     batch = x.shape[0] // shard_counts.get("b", 1)
-    groups = _count_groups(op) // shard_counts.get("c", 1)
+    groups = _count_local_groups(op, shard_counts)
     # (shards, mean and sum of squared deviations, batch, groups).
     shape = (prod(shard_counts[factor] for factor in sharded), 2, batch, groups)
     dtype = accumulation_dtype(x.dtype)
@@ -102,8 +109,7 @@ def make_moment_all_gathers(op: Op, shard_counts: Mapping[str, int]) -> tuple[Re
 
 
 def _build_group_norm_kernel(op: Op, local: LocalSharding) -> Callable[..., Any]:
-    # Channels are sharded between groups, so a shard has whole groups.
-    groups = _count_groups(op) // local.shard_counts.get("c", 1)
+    groups = _count_local_groups(op, local.shard_counts)
     if not local.reduce:
         return (
             WithArguments(op, num_groups=groups)

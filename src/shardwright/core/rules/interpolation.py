@@ -274,12 +274,12 @@ def _build_resize_kernel(
 
 def nearest_rule(num_spatial: int) -> RuleMaker:
     """Make a builder of rules `b c s t -> b c s t` for nearest-neighbor resizing; a dimension can
-    be sharded if each row is repeated equally often."""
+    be sharded if every shard repeats or leaves out the same rows, counted from its first."""
 
     def rule(op: Op) -> ShardingRule:
         x, count = op.inputs[0], len(op.output.shape) - num_spatial
-        multiples = {
-            factor: old
+        capacity = {
+            factor: _count_equal_blocks(op, old, new, scale)
             for factor, old, new, scale in zip(
                 SPACE,
                 x.shape[count:],
@@ -287,38 +287,41 @@ def nearest_rule(num_spatial: int) -> RuleMaker:
                 _list_scale_arguments(op, num_spatial),
                 strict=False,
             )
-            # Each original row becomes new / old rows of its own shard.
-            if _repeats_each_row_equally_often(op, old, new, scale)
         }
-        space = tuple(factor if factor in multiples else None for factor in SPACE[:num_spatial])
+        space = tuple(f if capacity[f] > 1 else None for f in SPACE[:num_spatial])
         dims: Dims = (*("b", "c")[:count], *space)
         return sharding_rule(
-            op, (dims,), (dims,), capacity=multiples, kernel=_build_nearest_resize_kernel
+            op, (dims,), (dims,), capacity=capacity, kernel=_build_nearest_resize_kernel
         )
 
     return rule
 
 
-def _repeats_each_row_equally_often(op: Op, size: int, count: int, scale: float | None) -> bool:
-    """Whether nearest-neighbor resizing of `size` rows to `count` repeats each row `count / size`
-    times."""
+def _count_equal_blocks(op: Op, size: int, count: int, scale: float | None) -> int:
+    """Return the largest number of blocks that nearest-neighbor resizing of `size` rows to `count`
+    resizes alike; all of its divisors are such numbers too."""
     # A scale that is passed has priority over the sizes. It is compared, as PyTorch's CPU kernels
     # ignore it for `count == 2 * size`, and those of GPUs do not.
-    if count % size or scale not in (None, count // size):
-        return False
-    # PyTorch rounds the number by which it multiplies indices: enlarged 41 times, 4 rows
-    # are repeated 42, 41, 40 and 41 times.
+    if scale not in (None, count / size):
+        return 1
     exact = "exact" in op.short_name
     operator = "_upsample_nearest_exact1d" if exact else "upsample_nearest1d"
-    resize = getattr(torch.ops.aten, operator)
-    expected = torch.arange(size, device="cpu").repeat_interleave(count // size)
-    return all(
-        torch.equal(
-            resize.default(torch.arange(size, dtype=dtype, device="cpu").view(1, 1, -1), [count]),
-            expected.to(dtype).view(1, 1, -1),
+    resize = getattr(torch.ops.aten, operator).default
+
+    def are_blocks_alike(shards: int) -> bool:
+        # PyTorch rounds the number by which it multiplies indices: enlarged 41 times, 4 rows
+        # are repeated 42, 41, 40 and 41 times.
+        rows, local = size // shards, count // shards
+        return all(
+            torch.equal(
+                resize(x.view(1, 1, -1), [count], scale).view(shards, local),
+                resize(x[:rows].view(1, 1, -1), [local], scale).view(local) + x[::rows, None],
+            )
+            for dtype in _POSITION_DTYPES
+            for x in [torch.arange(size, dtype=dtype, device="cpu")]
         )
-        for dtype in _POSITION_DTYPES
-    )
+
+    return largest_shard_count(gcd(size, count), are_blocks_alike)
 
 
 def _build_nearest_resize_kernel(op: Op, local: LocalSharding) -> Callable[..., Any]:

@@ -5,6 +5,8 @@ Most are recognized by ATen's tag `pointwise`; operators without the tag are reg
 
 from __future__ import annotations
 
+import torch
+
 from shardwright.core.graph.custom_ops import assigned
 from shardwright.core.graph.graph import Op
 from shardwright.core.rules.notation import (
@@ -18,6 +20,8 @@ from shardwright.core.rules.notation import (
 )
 from shardwright.core.rules.rule import ShardingRule, rule_for
 from shardwright.core.torch_internals.operators import OpOverload, schema_of
+
+aten = torch.ops.aten
 
 
 @rule_for(
@@ -82,6 +86,13 @@ def glu(op: Op) -> ShardingRule:
     sharded."""
     dims = unsharded_at(factor_names(op.output), argument(op, "dim"))
     return sharding_rule(op, (dims,), (dims,))
+
+
+@rule_for(aten.isin.Tensor_Tensor)
+def is_in(op: Op) -> ShardingRule:
+    """Membership in a set, `b s, _ -> b s`: elements can be sharded; the set cannot."""
+    dims = factor_names(op.output)
+    return sharding_rule(op, (dims, (None,) * len(op.inputs[1].shape)), (dims,))
 
 
 @rule_for(*overloads("bucketize", "searchsorted"))

@@ -222,15 +222,15 @@ for _spatial in (1, 2, 3):
 
 @rule_for(*overloads("pixel_shuffle", "pixel_unshuffle"))
 def shuffle_pixels(op: Op) -> ShardingRule:
-    """Pixel shuffle, `b _ s t -> b _ s t`: space can be sharded between blocks of pixels; channels,
-    whose elements become pixels or vice versa, cannot."""
+    """Pixel shuffle, `b c s t -> b c s t`: space can be sharded between blocks of pixels, channels
+    between groups of channels that become the pixels of one channel, or vice versa."""
     count = len(op.output.shape) - 3
-    # A shard consists of whole blocks of pixels.
+    # A shard consists of whole blocks of pixels, and of whole groups of channels.
     capacity = {
         factor: min(op.inputs[0].shape[dim], op.output.shape[dim])
-        for factor, dim in (("s", -2), ("t", -1))
+        for factor, dim in (("c", -3), ("s", -2), ("t", -1))
     }
-    dims: Dims = (*("b", "c", "d", "e", "f")[:count], None, "s", "t")
+    dims: Dims = (*("b", "d", "e", "f", "g")[:count], "c", "s", "t")
     return sharding_rule(op, (dims,), (dims,), capacity=capacity)
 
 

@@ -89,20 +89,19 @@ def _build_unsharded_reduction_rule(op: Op, dims: Dims) -> ShardingRule:
     return sharding_rule(op, (dims,), (_compute_output_factors(op, dims),) * len(op.outputs))
 
 
-@rule_for(*overloads("cumsum", "cumprod", "logcumsumexp"))
+@rule_for(*overloads("cumsum", "cumprod", "logcumsumexp", "cummax", "cummin"))
 def cumulative_rule(op: Op) -> ShardingRule:
-    """Cumulative sum, product, or logarithm of a sum of exponentials, `b s -> b s`: the kernel adds
-    (or multiplies by) the totals of earlier shards."""
+    """Cumulative sum, product, logarithm of a sum of exponentials, or extreme, `b s -> b s`: the
+    kernel combines the results of its shard with the totals of earlier shards."""
     combination, dims = combination_of(op), factor_names(op.inputs[0])
     assert combination is not None
-    return combination.rule(op, (dims,), (dims,), _normalize_reduced_dims(op))
+    outputs = (dims,) * len(op.outputs)
+    return combination.rule(op, (dims,), outputs, _normalize_reduced_dims(op))
 
 
-@rule_for(*overloads("cummax", "cummin"))
-@rule_for(*overloads("sort", "argsort", "topk", "flip"))
-def scan_rule(op: Op) -> ShardingRule:
-    """Scan, sort or flip, `b _ -> b _`: the dimensions in the argument `dim` or `dims` cannot be
-    sharded."""
+@rule_for(*overloads("sort", "argsort", "topk"))
+def sort_rule(op: Op) -> ShardingRule:
+    """Sort, `b _ -> b _`: the dimension in the argument `dim` cannot be sharded."""
     dims = unsharded_at(factor_names(op.inputs[0]), *_normalize_reduced_dims(op))
     return sharding_rule(op, (dims,), (dims,) * len(op.outputs))
 

@@ -1,14 +1,16 @@
-"""Operators that move the rows of a sharded dimension: `unfold`, `fold`, padding, cyclic shifts.
+"""Operators that move the rows of a sharded dimension: `unfold`, `fold`, padding, shifts, `flip`.
 
-All are described by windows that slide along the dimension; for `roll` and padding a window is one
-row.
+All but `flip` are described by windows that slide along the dimension; for `roll` and padding a
+window is one row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
+
+from torch import Tensor
 
 from shardwright.core.graph.graph import Op
 from shardwright.core.rules.notation import (
@@ -19,8 +21,15 @@ from shardwright.core.rules.notation import (
     sharding_rule,
 )
 from shardwright.core.rules.overlapped import OutputHalos
-from shardwright.core.rules.rule import Dims, LocalSharding, ShardingRule, rule_for
-from shardwright.core.rules.windowed import InputHalos, Window, spatial_windows
+from shardwright.core.rules.rule import (
+    MIRROR,
+    Dims,
+    LocalSharding,
+    Reduction,
+    ShardingRule,
+    rule_for,
+)
+from shardwright.core.rules.windowed import InputHalos, Window, shard_shape, spatial_windows
 
 
 @rule_for(*overloads("unfold"))
@@ -38,7 +47,8 @@ def unfold(op: Op) -> ShardingRule:
 
 @rule_for(*overloads("constant_pad_nd", "pad"))
 def constant_padding(op: Op) -> ShardingRule:
-    """Padding with a constant, `b s -> b s`: the first and the last shard add the padding.
+    """Padding with a constant, `b s -> b s`: the first and the last shard add the padding, or, with
+    mode `circular`, exchange rows.
 
     With another mode of padding, padded dimensions cannot be sharded.
     """
@@ -48,7 +58,8 @@ def constant_padding(op: Op) -> ShardingRule:
     afters = dict(enumerate(amounts[1::2], 1))
     dims, ndim = factor_names(op.output), len(op.output.shape)
     padded = [ndim - i for i in befores if befores[i] or afters[i]]
-    if argument(op, "mode", "constant") != "constant":
+    mode = argument(op, "mode", "constant")
+    if mode not in ("constant", "circular"):
         return _build_rule_with_unsharded_dims(op, padded)
     windows = [_make_window_of_dim(op, dim, 1, 1, befores[ndim - dim]) for dim in padded]
 
@@ -61,8 +72,8 @@ def constant_padding(op: Op) -> ShardingRule:
                 pads[first : first + 2] = 0, 0
         return {"pad": pads}
 
-    # `pad` has None for 0.
-    value = argument(op, "value") or 0
+    # `pad` has None for 0. Without a value, the row before the first is the last.
+    value = None if mode == "circular" else argument(op, "value") or 0
     return _build_sliding_window_rule(
         op, InputHalos(tuple(windows), dims, value, replace=unpadded), (dims,)
     )
@@ -175,6 +186,35 @@ def _make_window_of_dim(op: Op, dim: int, extent: int, stride: int, padding: int
     assert factor is not None
     size, count = op.inputs[0].shape[dim], op.output.shape[dim]
     return Window(dim, factor, extent, stride, padding, size, count)
+
+
+@rule_for(*overloads("flip"))
+def flip(op: Op) -> ShardingRule:
+    """Reversal of dimensions, `b s -> b s`: the first shard swaps with the last, the second with
+    the second last, and each device reverses the shard that it receives."""
+    x, dims = op.inputs[0], factor_names(op.output)
+    # PyTorch accepts dimension 0 of a scalar.
+    flipped = [dims[dim % len(dims)] or "" for dim in argument(op, "dims") if dims]
+
+    def swaps(op: Op, shard_counts: Mapping[str, int]) -> tuple[Reduction, ...]:
+        shape = tuple(shard_shape(x, dims, shard_counts))
+        return tuple(
+            # `varying`: gradients of the swapped shards are swapped back.
+            Reduction((name,), MIRROR, shape, x.dtype, True, x.differentiable)
+            for name in flipped
+            if shard_counts.get(name, 1) > 1
+        )
+
+    def kernel(op: Op, local: LocalSharding) -> Callable[..., Any]:
+        def run(x: Tensor, dims: Sequence[int]) -> Tensor:
+            for swap in local.reduce:
+                x = swap(x)
+            out: Tensor = op.target(x, dims)
+            return out
+
+        return run if local.reduce else op.target
+
+    return sharding_rule(op, (dims,), (dims,), kernel=kernel, reductions=swaps)
 
 
 def _build_rule_with_unsharded_dims(op: Op, dims: Sequence[int]) -> ShardingRule:

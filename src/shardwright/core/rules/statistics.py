@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -184,6 +185,17 @@ def extreme_combination(*, largest: bool, shared_by_nans: bool = False) -> Shard
     return ShardCombination(local, combine, num_values=2)
 
 
+def _of_absolute_values(combination: ShardCombination) -> ShardCombination:
+    def absolute(shard: InputShard) -> InputShard:
+        return replace(shard, x=shard.x.abs())
+
+    return replace(
+        combination,
+        local_statistics=lambda shard: combination.local_statistics(absolute(shard)),
+        combine=lambda shard, gathered: combination.combine(absolute(shard), gathered),
+    )
+
+
 class _SplitGradientOverTies(torch.autograd.Function):
     """Return `value`, the extreme of all shards; in the backward pass, distribute its gradient over
     `values`, the extremes of the shards, in the proportions `weights`."""
@@ -306,6 +318,40 @@ LOG_CUMULATIVE_SUM_EXP = ShardCombination(
 )
 
 
+def cumulative_extreme_combination(*, largest: bool) -> ShardCombination:
+    """Return the `ShardCombination` for `cummax`, or for `cummin` if not `largest`.
+
+    The last of equal elements wins.
+    """
+    accumulate = torch.cummax if largest else torch.cummin
+
+    def local(shard: InputShard) -> Statistics:
+        (dim,), (offset,) = shard.dims, shard.offsets
+        values, indices = accumulate(shard.x, dim)
+        last = values.shape[dim] - 1
+        return values.narrow(dim, last, 1), indices.narrow(dim, last, 1) + offset
+
+    def combine(shard: InputShard, gathered: Statistics) -> Sequence[Tensor]:
+        (dim,), (offset,), dtype = shard.dims, shard.offsets, shard.x.dtype
+        limits = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
+        infinite = float("-inf") if largest else float("inf")
+        limit = limits.min if largest else limits.max
+        neutral = infinite if dtype.is_floating_point else limit
+        earlier = _mask_statistics_of_later_shards(shard, gathered[0], neutral)
+        positions = _mask_statistics_of_later_shards(shard, gathered[1], -1)
+        best = earlier.amax(0) if largest else earlier.amin(0)
+        is_best = (earlier == best) | (earlier.isnan() & best.isnan())
+        winner = positions.masked_fill(~is_best, -2).argmax(0, keepdim=True)
+        value = earlier.gather(0, winner).squeeze(0)
+        position = positions.gather(0, winner).squeeze(0)
+        values, indices = accumulate(shard.x, dim)
+        # A NaN replaces any element, and no element a NaN.
+        is_later = (values >= value if largest else values <= value) | values.isnan()
+        return values.where(is_later, value), (indices + offset).where(is_later, position)
+
+    return ShardCombination(local, combine, num_indices=1, keeps_dims=True)
+
+
 def _compute_local_layer_norm(shard: InputShard, gathered: Statistics) -> Tensor:
     mean, squares = _combine_gathered_moments(shard, gathered)
     variance = squares / prod(shard.shape[dim] for dim in shard.dims)
@@ -343,7 +389,9 @@ def combination_of(op: Op) -> ShardCombination | None:
     if name in ("norm", "linalg_vector_norm", "frobenius_norm"):
         order = arguments.get("ord", arguments.get("p", 2))
         order = 2.0 if order is None else float(order)
-        # An infinite norm is a maximum, and its gradient is shared by ties. Order 0 counts.
+        # An infinite norm is an extreme, whose gradient is shared by ties. Order 0 counts.
+        if order in (float("inf"), -float("inf")) and not x.dtype.is_complex:
+            return _of_absolute_values(extreme_combination(largest=order > 0))
         return norm_combination(order) if order not in (0, float("inf"), -float("inf")) else None
     if name in ("max", "min"):
         largest = name == "max"
@@ -371,6 +419,8 @@ COMBINATIONS: dict[str, ShardCombination] = {
     "cumsum": CUMULATIVE_SUM,
     "cumprod": CUMULATIVE_PRODUCT,
     "logcumsumexp": LOG_CUMULATIVE_SUM_EXP,
+    "cummax": cumulative_extreme_combination(largest=True),
+    "cummin": cumulative_extreme_combination(largest=False),
     "softmax": SOFTMAX,
     "_softmax": SOFTMAX,
     "log_softmax": LOG_SOFTMAX,

@@ -187,6 +187,18 @@ def repeat_interleave(op: Op) -> ShardingRule:
     )
 
 
+@rule_for(aten.repeat_interleave.self_Tensor)
+def repeat_interleave_unequally(op: Op) -> ShardingRule:
+    """Repetition of elements by a tensor of counts, `b _, _ -> b _`: all but the repeated dimension
+    can be sharded."""
+    x, repeats = op.inputs
+    dim = argument(op, "dim")
+    # Without `dim` the tensor is flattened.
+    dims = (None,) * len(x.shape) if dim is None else unsharded_at(factor_names(x), dim)
+    output = (None,) if dim is None else dims
+    return sharding_rule(op, (dims, (None,) * len(repeats.shape)), (output,))
+
+
 def _build_repeat_interleave_kernel(op: Op, local: LocalSharding) -> Callable[..., Any]:
     # PyTorch checks the local result against `output_size`, which is that of the full tensor.
     def repeated(*args: Any, output_size: int | None = None, **kwargs: Any) -> Any:
@@ -239,10 +251,21 @@ def diag_embed(op: Op) -> ShardingRule:
 
 @rule_for(*overloads("tril", "triu"))
 def triangle_rule(op: Op) -> ShardingRule:
-    """Triangles of matrices (`tril`, `triu`), `b _ _ -> b _ _`: only batch dimensions can be
-    sharded, as a block has another diagonal than its matrix."""
-    dims = unsharded_at(factor_names(op.output), -2, -1)
-    return sharding_rule(op, (dims,), (dims,))
+    """Triangles of matrices (`tril`, `triu`), `b s t -> b s t`: every device shifts the diagonal by
+    the position of its block."""
+    dims = factor_names(op.output)
+    return sharding_rule(op, (dims,), (dims,), kernel=_build_triangle_kernel)
+
+
+def _build_triangle_kernel(op: Op, local: LocalSharding) -> Callable[..., Any]:
+    row, column = (
+        local.index(factor) * size if local.shard_counts.get(factor, 1) > 1 else 0
+        for factor, size in zip(
+            factor_names(op.output)[-2:], local.output_shapes[0][-2:], strict=True
+        )
+        if factor is not None
+    )
+    return WithArguments(op, diagonal=argument(op, "diagonal") + row - column)
 
 
 @rule_for(*overloads("view_as_complex"))
