@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _set_pg_timeout as set_group_timeout
+from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -157,7 +158,33 @@ def check_other_code_of_forward_on_one_rank_is_refused_on_all() -> None:
             sw.parallelize(net, planned(net), copy=True)
 
 
+class ImportsItsResult(nn.Module):
+    """Imports the class of its result in `forward`, which rank 0 alone runs in `sw.plan`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Any:
+        from core.api.late_output import LateOutput
+
+        return LateOutput(hidden=self.layer(x))
+
+
+def check_a_class_of_results_may_be_imported_in_forward() -> None:
+    torch.manual_seed(0)
+    assert "core.api.late_output" not in sys.modules
+    net, x = ImportsItsResult(), torch.ones(6, 8)
+    parallel = sw.parallelize(net, sw.plan(net, (x,), devices=RANKS), copy=True)
+    torch.testing.assert_close(full(parallel(x).hidden), net(x).hidden)
+
+
+def full(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 CHECKS = (
+    check_a_class_of_results_may_be_imported_in_forward,
     check_only_rank_0_captures_longer_than_collectives_wait,
     check_an_auto_parallel_model_is_planned_once,
     check_the_model_of_a_plan_from_a_file_is_captured_once,

@@ -64,6 +64,17 @@ class WithPairs(nn.Module):
         return logits, logits @ logits.T
 
 
+class WithTemperature(nn.Module):
+    """Returns embeddings and a temperature, from which the loss compares all pairs of samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model, self.log_scale = classifier(), nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.model(x), self.log_scale.exp()
+
+
 def logits_of(outputs: Any) -> Tensor:
     if isinstance(outputs, tuple):
         return outputs[0]
@@ -121,6 +132,28 @@ def check_losses_outside_of_the_model_train_as_under_ddp() -> None:
                     values[-1].backward()
                 torch.testing.assert_close(values[0].detach(), values[1].detach(), msg=name)
                 compare_gradients(net, ddp.module, f"{make.__name__}, {name}")
+
+
+def check_a_temperature_has_the_mean_gradient_of_all_ranks() -> None:
+    x, _, local_x, _ = batch(3)
+    net, ddp = planned(WithTemperature(), x), DistributedDataParallel(WithTemperature())
+
+    def contrastive(model: nn.Module) -> Tensor:
+        embeddings, scale = model(local_x)
+        return F.cross_entropy(scale * embeddings @ embeddings.T, torch.arange(len(local_x)))
+
+    for model in (net, ddp):
+        contrastive(model).backward()
+    compare_gradients(net, ddp.module, "contrastive")
+    # Neither rank waits for a rank whose loss has no temperature.
+    net.zero_grad()
+    embeddings, scale = net(local_x)
+    (embeddings.square().mean() * (scale if dist.get_rank() else 1)).backward()
+    reference = WithTemperature()
+    for rank, local in enumerate(x.chunk(dist.get_world_size())):
+        embeddings, scale = reference(local)
+        (embeddings.square().mean() * (scale if rank else 1) / dist.get_world_size()).backward()
+    compare_gradients(net, reference, "on one rank")
 
 
 def check_sharded_models_train_as_under_ddp() -> None:
@@ -209,6 +242,7 @@ def check_a_global_output_that_ranks_train_with_different_losses_is_refused() ->
 
 CHECKS = (
     check_losses_outside_of_the_model_train_as_under_ddp,
+    check_a_temperature_has_the_mean_gradient_of_all_ranks,
     check_an_evaluation_counts_each_sample_once,
     check_a_global_mean_is_that_of_the_whole_batch,
     check_a_loss_in_the_model_is_that_of_the_whole_batch,

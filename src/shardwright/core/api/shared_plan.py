@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -16,6 +17,8 @@ from shardwright.core.api.description import description_lines
 from shardwright.core.graph.graph import Graph
 from shardwright.core.graph.serialize import dumps, loads
 from shardwright.core.plan import Plan
+
+log = logging.getLogger("shardwright")
 
 
 def are_all_ranks(devices: int) -> bool:
@@ -85,4 +88,12 @@ def _serialize_graph(graph: Graph | None) -> str:
 
 
 def _deserialize_graph(text: str) -> Graph | None:
-    return loads(text.encode()) if text else None
+    """Return the graph of rank 0; None if it is not serialized, or this rank cannot read it.
+
+    A rank cannot read results of classes that `forward` imports, which has run on rank 0 only.
+    """
+    try:
+        return loads(text.encode()) if text else None
+    except ValueError as error:
+        log.info("this rank captures the model itself: %s", error)
+        return None

@@ -20,7 +20,7 @@ from shardwright.core.parallel.output_tensor import as_output_tensor
 from shardwright.core.parallel.train_step import TrainStep
 from shardwright.core.runtime.devices import Devices
 from shardwright.core.runtime.dtensor import as_dtensor
-from shardwright.core.runtime.local_gradients import scale_gradient
+from shardwright.core.runtime.local_gradients import average_gradients, scale_gradient
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,8 @@ class BoundProgram:
             outputs, such as `torch.autograd.grad(loss, hidden)`.
         local_outputs: number of local batches, by output name, for outputs with the samples of this
             rank's local batch only.
+        outputs_without_samples: names of outputs that depend on no sample, if ranks pass local
+            batches.
     """
 
     graph: Graph
@@ -46,6 +48,7 @@ class BoundProgram:
     devices: Devices
     off_path: OutputsOffPath
     local_outputs: Mapping[str, int] = field(default_factory=dict)
+    outputs_without_samples: frozenset[str] = frozenset()
 
     @property
     def python(self) -> PythonCall | None:
@@ -69,13 +72,17 @@ class BoundProgram:
                 output; None on a single rank.
         """
         flow = self.program.communication
-        result = []
+        result = list[Any]()
+        # Indices in `result` of outputs with a gradient.
+        local, without_samples = list[int](), list[int]()
         for value, tensor, name in zip(
             self.graph.outputs, outputs, self._output_names, strict=True
         ):
             if isinstance(value, Value) and value.name in self.local_outputs:
                 # The ranks' own losses are averaged, as under `DistributedDataParallel`.
                 tensor = scale_gradient(tensor, 1 / self.local_outputs[value.name])
+                if tensor.requires_grad:
+                    local.append(len(result))
             elif isinstance(value, Value):
                 layout = flow.returned_layout(value)
                 # All ranks watch the same outputs, as each comparison is a collective.
@@ -87,12 +94,21 @@ class BoundProgram:
                     like = torch.empty(value.shape, device="meta")
                     tensor = as_dtensor(tensor, like, layout, self.devices)
                     tensor = as_output_tensor(tensor, watch_output)
+                elif value.name in self.outputs_without_samples and watch_output is not None:
+                    if tensor.requires_grad:
+                        without_samples.append(len(result))
                 # A replicated output is an ordinary tensor, whose gradient is watched from the
                 # start; that of a sharded one only once the output is gathered
                 # (`OutputTensor.full_tensor`).
                 elif watch_output is not None:
                     watch_output(tensor)
             result.append(tensor)
+        if without_samples and torch.is_grad_enabled():
+            averaged = average_gradients(
+                [result[index] for index in local], [result[index] for index in without_samples]
+            )
+            for index, tensor in zip([*without_samples, *local], averaged, strict=True):
+                result[index] = tensor
         return result
 
 

@@ -304,7 +304,10 @@ class ModelCalls(Recapture):
         local = partitioned.local_outputs
         off_path = OutputsOffPath(graph, program.communication, all_off_path=bool(local))
         counts = {name: partitioned.mesh.size(chain(*axes)) for name, axes in local.items()}
-        return BoundProgram(graph, program, tensors, recomputes, draws, devices, off_path, counts)
+        return BoundProgram(
+            *(graph, program, tensors, recomputes, draws, devices, off_path, counts),
+            partitioned.outputs_without_samples,
+        )
 
     def _collect_graph_tensors(self, graph: Graph) -> ModuleTensors:
         return ModuleTensors.of(self.module, graph.parameters, graph.module_buffers)

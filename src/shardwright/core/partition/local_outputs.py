@@ -53,16 +53,36 @@ def local_outputs(graph: Graph, arrivals: Mapping[str, CutAxes]) -> dict[str, Cu
     return result
 
 
-def _has_unknown_factors(graph: Graph, value: Value) -> bool:
-    """Whether `value` depends on the result of an operator without a sharding rule."""
-    pending, visited = [value], set[Value]()
+def outputs_without_samples(graph: Graph, arrivals: Mapping[str, CutAxes]) -> frozenset[str]:
+    """Return the names of outputs that depend on no input that ranks pass sharded.
+
+    Empty if ranks pass the global batch.
+
+    Args:
+        graph: the graph of the model.
+        arrivals: as for `local_outputs`.
+    """
+    sharded = {value for value in graph.input_values if any(arrivals.get(value.name, ()))}
+    if not sharded:
+        return frozenset()
+    return frozenset(
+        value.name for value in graph.output_values if not sharded & _find_ancestors(graph, value)
+    )
+
+
+def _find_ancestors(graph: Graph, value: Value) -> set[Value]:
+    """Return all values that `value` is computed from, and `value` itself."""
+    pending, visited = [value], {value}
     while pending:
         op = graph.producer.get(pending.pop())
-        if op is None:
-            continue
-        if rule_of(op) is None:
-            return True
         # Each value once: the number of paths doubles with each residual connection.
-        pending += [each for each in op.inputs if each not in visited]
-        visited.update(op.inputs)
-    return False
+        new = [each for each in op.inputs if each not in visited] if op is not None else []
+        pending += new
+        visited.update(new)
+    return visited
+
+
+def _has_unknown_factors(graph: Graph, value: Value) -> bool:
+    """Whether `value` depends on the result of an operator without a sharding rule."""
+    producers = map(graph.producer.get, _find_ancestors(graph, value))
+    return any(op is not None and rule_of(op) is None for op in producers)

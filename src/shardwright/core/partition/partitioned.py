@@ -16,7 +16,7 @@ from shardwright.core.graph.split import GraphChunk, split_graph
 from shardwright.core.layout.layout import DeviceMatrix, TensorLayout
 from shardwright.core.partition.chunk import Chunk
 from shardwright.core.partition.decisions import CutAxes, Decisions
-from shardwright.core.partition.local_outputs import local_outputs
+from shardwright.core.partition.local_outputs import local_outputs, outputs_without_samples
 from shardwright.core.partition.pipeline_spec import ONE_STAGE, PipelineSpec
 from shardwright.core.rules import is_random, rule_of
 from shardwright.errors import PlanError
@@ -80,6 +80,11 @@ class Partitioned:
         Each rank returns a local output only for the samples of its local batch.
         """
         return local_outputs(self.graph, self.decisions.arrivals)
+
+    @cached_property
+    def outputs_without_samples(self) -> frozenset[str]:
+        """Names of the outputs that depend on no sample, if ranks pass local batches."""
+        return outputs_without_samples(self.graph, self.decisions.arrivals)
 
     def chunks_of(self, stage: int) -> tuple[Chunk, ...]:
         """Return the chunks of the stage with index `stage`, in model order."""
