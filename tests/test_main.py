@@ -15,6 +15,7 @@ import typer
 from typer.testing import CliRunner
 
 from shardwright import cli
+from shardwright.__main__ import _make_unknown_keys_message
 
 ENTRY_POINT_GROUP: Any = typer.main.get_command(cli.app)
 CALLS = [["--help"], *([name, "--help"] for name in ENTRY_POINT_GROUP.commands)]
@@ -132,3 +133,15 @@ def test_characters_that_an_encoding_lacks_are_printed_as_escapes() -> None:
         text=True,
     )
     assert (done.stdout, done.stderr) == ("a \\u2192 b\n", "")
+
+
+def test_a_pipe_is_not_read_before_the_command_reads_it(tmp_path: Path) -> None:
+    pipe = tmp_path / "run.yaml"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    with pipe.open("w") as writer:
+        writer.write("unknown: 1")
+        writer.flush()
+        assert _make_unknown_keys_message(["plan", str(pipe)]) == ""
+        assert os.read(reader, 100) == b"unknown: 1"
+    os.close(reader)

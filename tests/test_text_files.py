@@ -6,6 +6,7 @@ import json
 import os
 import resource
 import stat
+import threading
 import warnings
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from shardwright.errors import ConfigError
 from shardwright.text_files import (
     EditedFileWarning,
     content_digest,
+    parse_json,
     parse_yaml,
     read_text,
     warn_if_edited,
@@ -37,7 +39,14 @@ def test_numbers_with_an_exponent_are_numbers_and_anchors_are_followed() -> None
             "a: &a {b: 1}\nc: {<<: *a}\n",
             r"^run\.yaml: line 2, column 5: the merge key << is not supported",
         ),
-        (f"a: {':'.join(['59'] * 999)}.5\n", r"^run\.yaml: line 1, column 4: .* cannot be read as"),
+        ("a: !!int x\n", r"^run\.yaml: line 1, column 4: 'x' cannot be read as int"),
+        *(
+            (
+                f"a: {number}\n",
+                rf"^run\.yaml: line 1, column 4: '{number}' is one number in YAML 1\.1",
+            )
+            for number in ("010", "-00", "1:30", "1:30.5")
+        ),
         ("a: [1\n", r"^run\.yaml: line 2, column 1: expected ',' or ']'"),
     ],
 )
@@ -147,3 +156,55 @@ def test_paths_that_the_file_system_cannot_encode_are_errors_of_files(
     with pytest.raises(ConfigError, match="tmp"):
         read_text(path, ConfigError)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_named_pipe_is_read_if_something_is_written_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe = tmp_path / "run.yaml"
+    os.mkfifo(pipe)
+    writer = threading.Timer(0.1, pipe.write_text, ("a: 1",))
+    writer.start()
+    assert read_text(pipe, ConfigError) == "a: 1"
+    writer.join()
+    monkeypatch.setattr(text_files, "PIPE_SECONDS", 0.1)
+    with pytest.raises(ConfigError, match=r"run\.yaml: a pipe to which nothing was written for"):
+        read_text(pipe, ConfigError)
+
+
+def test_a_pipe_of_a_shell_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_files, "PIPE_SECONDS", 0.01)
+    reader, writer = os.pipe()
+    late = threading.Timer(0.2, lambda: (os.write(writer, b"late"), os.close(writer)))
+    late.start()
+    assert read_text(f"/dev/fd/{reader}", ConfigError) == "late"
+    late.join()
+    os.close(reader)
+
+
+def test_a_pipe_from_which_nothing_reads_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe, texts = tmp_path / "plan.json", list[str]()
+    os.mkfifo(pipe)
+    reader = threading.Timer(0.1, lambda: texts.append(pipe.read_text()))
+    reader.start()
+    write_text(pipe, "late")
+    reader.join()
+    assert texts == ["late"]
+    monkeypatch.setattr(text_files, "PIPE_SECONDS", 0.1)
+    with pytest.raises(OSError, match="No such device or address") as caught:
+        write_text(pipe, "x")
+    assert caught.value.filename == str(pipe)
+    with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
+        write_text("/dev/full", "x")
+
+
+def test_a_path_of_several_lines_is_one_line_of_a_message() -> None:
+    with pytest.raises(ConfigError, match=r"^a\\u000aerror: forged: no such file\n"):
+        read_text("a\nerror: forged", ConfigError)
+
+
+def test_an_integer_of_thousands_of_digits_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"plan: integers must be from -2\^63"):
+        parse_json("9" * 5000, "plan", ConfigError)

@@ -98,7 +98,8 @@ def _make_unknown_keys_message(arguments: Sequence[str]) -> str:
     """Return an error message with the unknown keys in the configuration files among the arguments;
     empty if all keys are known. The command reports other mistakes, after importing torch."""
     messages = []
-    for file in _iterate_config_files(arguments):
+    # A pipe can be read only once, by the command.
+    for file in filter(Path.is_file, _iterate_config_files(arguments)):
         # Files that do not exist or are invalid YAML are reported by the command.
         with suppress(OSError, ValueError, ShardwrightError):
             content = parse_yaml(read_text(file, ConfigError), str(file), ConfigError)

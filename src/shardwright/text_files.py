@@ -12,7 +12,9 @@ import math
 import os
 import re
 import reprlib
+import select
 import stat
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -22,7 +24,12 @@ from typing import Any
 
 import yaml
 
-from shardwright.errors import ShardwrightError, ShardwrightWarning, has_control_characters
+from shardwright.errors import (
+    ShardwrightError,
+    ShardwrightWarning,
+    has_control_characters,
+    printable,
+)
 
 ErrorType = type[ShardwrightError]
 
@@ -44,6 +51,10 @@ All readers of files check this range, so that no integer overflows deep inside 
 
 MAX_BYTES = 2**30
 """Maximum size of a file of settings; other files, such as /dev/zero, would fill the memory."""
+
+
+PIPE_SECONDS = 10
+"""Longest wait for a named pipe, which may be there by mistake and be written to by nobody."""
 
 
 class EditedFileWarning(ShardwrightWarning):
@@ -73,7 +84,10 @@ def read_text(path: str | Path, error_type: ErrorType, max_bytes: int | None = M
     Raises:
         error_type: if the file is missing, is too large, cannot be read, or is not UTF-8 text.
     """
-    with _convert_file_errors(path, error_type), Path(path).open("rb") as file:
+    with (
+        _convert_file_errors(path, error_type),
+        open(path, "rb", opener=_open_with_limit) as file,
+    ):
         # One byte more, to notice a larger file; devices and pipes do not tell their size.
         content = file.read() if max_bytes is None else file.read(max_bytes + 1)
     # Not in the context above, which would convert this error too.
@@ -82,6 +96,24 @@ def read_text(path: str | Path, error_type: ErrorType, max_bytes: int | None = M
     with _convert_file_errors(path, error_type):
         # Line ends as of files that are opened as text.
         return content.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
+
+
+def _open_with_limit(path: str, flags: int) -> int:
+    """Open a file; a named pipe only if something is written to it within `PIPE_SECONDS`."""
+    descriptor = os.open(path, flags | os.O_NONBLOCK)
+    try:
+        # Pipes of a shell, such as `<(shardwright plan ...)`, have no name, and may take minutes.
+        if stat.S_ISFIFO(os.fstat(descriptor).st_mode) and Path(path).resolve().exists():
+            poll = select.poll()
+            poll.register(descriptor, select.POLLIN)
+            if not poll.poll(1000 * PIPE_SECONDS):
+                problem = f"a pipe to which nothing was written for {PIPE_SECONDS} s"
+                raise OSError(errno.ETIMEDOUT, f"{problem}\npass the path of a file")
+        os.set_blocking(descriptor, True)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 def check_exists(path: str | Path, error_type: ErrorType) -> None:
@@ -96,6 +128,8 @@ def check_exists(path: str | Path, error_type: ErrorType) -> None:
 @contextmanager
 def _convert_file_errors(path: str | Path, error_type: ErrorType) -> Iterator[None]:
     """Context that re-raises errors of reading `path` as `error_type`, with the path as prefix."""
+    # The path is one line of the message, whatever its characters.
+    path = printable(str(path), lines=False)
     try:
         yield
     except FileNotFoundError:
@@ -133,7 +167,7 @@ def write_text(path: str | Path, text: str) -> None:
         target.stat()  # Raises OSError for a loop of links.
     # A pipe or device cannot be replaced by a rename.
     if target.exists() and not target.is_file():  # Such as /dev/stdout.
-        target.write_text(text, encoding="utf-8")
+        _write_to_device(target, text)
         return
     # Through links, so that a rename replaces the file and not the link to it.
     target = target.resolve()
@@ -158,6 +192,31 @@ def write_text(path: str | Path, text: str) -> None:
         if isinstance(error, OSError):
             # The name of the user's file, which is the one that could not be written.
             error.filename, error.filename2 = str(path), None
+        raise
+
+
+def _write_to_device(path: Path, text: str) -> None:
+    """Write to a pipe or device; to a named pipe only if it is read from within `PIPE_SECONDS`."""
+
+    def open_with_limit(name: str, flags: int) -> int:
+        deadline = time.monotonic() + PIPE_SECONDS
+        while True:
+            try:
+                descriptor = os.open(name, flags | os.O_NONBLOCK)
+            except OSError as error:
+                # A pipe from which nothing reads, or a socket.
+                if error.errno != errno.ENXIO or time.monotonic() > deadline:
+                    raise
+                time.sleep(PIPE_SECONDS / 100)
+            else:
+                os.set_blocking(descriptor, True)
+                return descriptor
+
+    try:
+        with open(path, "w", encoding="utf-8", opener=open_with_limit) as file:
+            file.write(text)
+    except OSError as error:
+        error.filename = str(path)
         raise
 
 
@@ -228,7 +287,9 @@ def parse_json(text: str, location: str, error_type: ErrorType) -> Any:
     except RecursionError:
         raise error_type(f"{location}: {_TOO_DEEP}") from None
     except ValueError as error:
-        raise error_type(f"{location}: {error}") from None
+        # Python refuses to convert thousands of digits, with advice for its programs.
+        problem = _TOO_LARGE if "integer string conversion" in str(error) else str(error)
+        raise error_type(f"{location}: {problem}") from None
     return data
 
 
@@ -259,6 +320,7 @@ def parse_yaml(text: str, location: str, error_type: ErrorType) -> Any:
     return data
 
 
+_TOO_LARGE = "integers must be from -2^63 to 2^63 - 1"
 _TOO_DEEP = f"lists and mappings are nested more than {MAX_DEPTH} levels deep"
 
 
@@ -321,7 +383,7 @@ def _format_value_path(path: _ValuePath) -> str:
 
 def _describe_unsupported_value(value: Any) -> str:
     if isinstance(value, int) and value not in INTEGERS:
-        return "integers must be from -2^63 to 2^63 - 1"
+        return _TOO_LARGE
     # A lone surrogate can be neither encoded as UTF-8 nor printed.
     # ASCII first, a fast test that most strings pass.
     if isinstance(value, str) and not value.isascii() and re.search("[\ud800-\udfff]", value):
@@ -363,6 +425,14 @@ class _PlainYamlLoader(yaml.SafeLoader):
         return super().compose_node(parent, index)
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        if isinstance(node, yaml.ScalarNode) and _is_ambiguous_number(node):
+            raise yaml.constructor.ConstructorError(
+                None,
+                None,
+                f"{short_repr(node.value)} is one number in YAML 1.1 and something else in YAML 1.2"
+                "; write a decimal number without leading zeros, or quote a string",
+                node.start_mark,
+            )
         try:
             return super().construct_object(node, deep)
         # PyYAML raises these errors for scalars such as `!!int x`, without a position in the file.
@@ -406,6 +476,13 @@ class _PlainYamlLoader(yaml.SafeLoader):
                 )
             seen.add(key)
         return super().construct_mapping(node, deep)
+
+
+def _is_ambiguous_number(node: yaml.ScalarNode) -> bool:
+    """Return whether a scalar is an octal (010 is 8) or sexagesimal (1:30 is 90) number of YAML
+    1.1, which its author hardly means."""
+    is_number = node.tag in (f"{_TAG}int", f"{_TAG}float")
+    return is_number and re.search(r"^[-+]?0[0-9_]+$|:", node.value) is not None
 
 
 # PyYAML implements YAML 1.1, in which 1e-3 is a string because it has no decimal point. It finds a

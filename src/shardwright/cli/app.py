@@ -130,7 +130,8 @@ def main() -> None:
         if error.filename is None and not remedy:
             raise
         problem = ": ".join(str(detail) for detail in (error.filename, error.strerror) if detail)
-        _exit_with_error(f"{problem}\n{remedy}" if remedy else problem, 2)
+        # With the limited text of an error of this package: a path may have thousands of letters.
+        _exit_with_error(str(ShardwrightError(f"{problem}\n{remedy}" if remedy else problem)), 2)
     except StoppedError as error:
         _exit_with_error(str(error), 128 + error.signal_number)
     except Exception as error:
