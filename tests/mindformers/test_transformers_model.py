@@ -113,7 +113,7 @@ def test_experts_are_divided_over_data_and_model_parallel_devices() -> None:
     run = newer(QWEN3_MOE, parallel__parallel_mode=1, parallel_config=degrees)
     expert = translate_run(run, devices=4).parallel.expert
     assert expert is not None and expert.expert_parallel == 4
-    with pytest.raises(ConfigError, match="8 does not divide data_parallel · model_parallel 4"):
+    with pytest.raises(ConfigError, match="8 does not divide data_parallel · context_parallel"):
         newer(
             QWEN3_MOE, parallel__parallel_mode=1, parallel_config=degrees | {"expert_parallel": 8}
         )

@@ -126,17 +126,19 @@ def test_experts_of_every_form_are_cut_as_others(
     assert sw.check(net, (), batch, plan).passes()
 
 
-def test_experts_are_divided_over_data_and_model_parallel_devices() -> None:
+@pytest.mark.parametrize("degree", ["model_parallel", "context_parallel"])
+def test_experts_are_divided_over_devices_of_data_and_other_parallelism(degree: str) -> None:
     torch.manual_seed(0)
     net = without_gates().eval()
-    pin_expert(net, data_parallel=2, model_parallel=2, expert_parallel=4)
+    pin_expert(net, **{"data_parallel": 2, "model_parallel": 1, degree: 2}, expert_parallel=4)
     ids = torch.randint(0, 64, (4, 8))
     batch = {"input_ids": ids, "labels": ids, "use_cache": False}
     plan = sw.plan(net, (), batch, devices=4, mode="sharding_propagation")
     (experts,) = (cuts for name, cuts in plan.strategies.items() if name.endswith(".experts"))
     assert experts[3:] == ((4, 1, 1, 1), (4, 1, 1))
     assert sw.check(net, (), batch, plan).passes()
-    with pytest.raises(ConfigError, match="8 does not divide data_parallel 2 · model_parallel 2"):
+    degrees = "data_parallel 2 · context_parallel 1 · model_parallel 2"
+    with pytest.raises(ConfigError, match=f"8 does not divide {degrees}"):
         pin_expert(net, data_parallel=2, model_parallel=2, expert_parallel=8)
 
 

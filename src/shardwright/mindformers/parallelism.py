@@ -38,7 +38,7 @@ class Parallelism:
             value with which the plan fits into memory.
         data_parallel, model_parallel, context_parallel: degrees of data, tensor and context
             parallelism. In a search, only `data_parallel` has an effect, on the batch size.
-        expert_parallel: degree of expert parallelism, a divisor of `data_parallel`.
+        expert_parallel: degree of expert parallelism, a divisor of the product of these degrees.
         stages: number of pipeline stages; with `auto_pipeline`, the requested number.
         micro_batch_num: number of micro-batches.
         schedule: pipeline schedule.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from math import gcd
+from math import gcd, prod
 from typing import Any
 
 from shardwright.core.constraints.parse import divisors_text
@@ -292,10 +292,14 @@ def _expand_chunk_offsets(offset: Any, stages: int, chunks_per_stage: int) -> li
 
 
 def _check_tensor_parallel(config: Keys, parallelism: Parallelism, sizes: Dimensions) -> None:
-    # Experts may be sharded over the devices of both.
-    replicas = parallelism.data_parallel * parallelism.model_parallel
+    # Experts may be sharded over the devices of all three.
+    degrees = (
+        parallelism.data_parallel,
+        parallelism.context_parallel,
+        parallelism.model_parallel,
+    )
     for name, size in (
-        ("data_parallel · model_parallel", replicas),
+        ("data_parallel · context_parallel · model_parallel", prod(degrees)),
         ("expert_num", sizes.num_experts),
     ):
         if size % parallelism.expert_parallel:

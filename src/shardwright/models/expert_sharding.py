@@ -52,7 +52,8 @@ def pin_expert(
         context_parallel: number of shards of the sequence in all layers; attention gathers keys and
             values.
         expert_parallel: number of shards of the experts; a divisor of `data_parallel` ·
-            `model_parallel`, taken from `data_parallel` as far as possible.
+            `context_parallel` · `model_parallel`, taken from the first of them as far as possible,
+            then from the next.
         seq_parallel: whether to shard norms and residuals along the sequence, over the
             `model_parallel` devices too.
         vocab_emb_dp: whether to replicate the embedding table, not shard it along the vocabulary.
@@ -64,19 +65,22 @@ def pin_expert(
     for path, dimension, size in tensor_parallel_dimensions(net, vocab_emb_dp):
         _check_divisible(path, dimension, size, mp)
     from_data = gcd(expert_parallel, data_parallel)
-    from_model = expert_parallel // from_data
+    from_context = gcd(expert_parallel // from_data, context_parallel)
+    from_model = expert_parallel // (from_data * from_context)
     if mp % from_model:
         raise ConfigError(
             f"expert_parallel {expert_parallel} does not divide data_parallel {data_parallel} ·"
-            f" model_parallel {mp}\nuse a divisor of {data_parallel * mp}"
+            f" context_parallel {context_parallel} · model_parallel {mp}\n"
+            f"use a divisor of {data_parallel * context_parallel * mp}"
         )
     layout = Layout((data_parallel, context_parallel, mp), ("dp", "cp", "mp"))
-    # The experts' own device matrix, in which expert parallelism takes parts of `dp` and `mp`.
+    # The experts' own device matrix, in which expert parallelism takes parts of the other three.
     expert_matrix = (
-        *(data_parallel // from_data, from_data, context_parallel),
+        *(data_parallel // from_data, from_data),
+        *(context_parallel // from_context, from_context),
         *(from_model, mp // from_model),
     )
-    expert_layout = Layout(expert_matrix, ("dp", "ep", "cp", "ep_mp", "mp"))
+    expert_layout = Layout(expert_matrix, ("dp", "ep", "cp", "ep_cp", "ep_mp", "mp"))
     sequence = ("cp", "mp") if seq_parallel else "cp"
     # The layout of the residual stream.
     output = layout("dp", sequence, "None")
@@ -135,7 +139,7 @@ def _list_expert_layouts(module: nn.Module, layout: Layout) -> tuple[TensorLayou
     width_dimensions = (
         ("None", "mp") if getattr(module, "is_concatenated", True) else ("mp", "None")
     )
-    experts = ("ep", "ep_mp")
+    experts = ("ep", "ep_cp", "ep_mp")
     projections = layout(experts, *width_dimensions, "None"), layout(experts, "None", "mp")
     biases = layout(experts, *width_dimensions), layout(experts, "None")
     has_biases = getattr(module, "has_bias", False)

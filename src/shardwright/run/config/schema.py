@@ -322,7 +322,7 @@ class ParallelSection(Section, FileOptions, frozen=True):
         """Raise ConfigError if the degrees of `expert` do not multiply to `devices`."""
         if self.expert is None or not isinstance(self.stages, int):
             return
-        # Not `expert_parallel`: its devices are among those of data and model parallel.
+        # Not `expert_parallel`: its devices are among those of the other degrees.
         degrees = {
             "data_parallel": self.expert.data_parallel,
             "model_parallel": self.expert.model_parallel,
