@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 from torch.optim import Muon
 
-from shardwright.core.parallel.simulate_ranks import ByteCounter
+from shardwright.core.parallel.byte_counter import ByteCounter
 from shardwright.core.runtime.muon import orthogonalize_full_matrices
 
 LAYERS = 4

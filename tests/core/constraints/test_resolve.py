@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import shardwright as sw
 from shardwright.core.constraints import Entry, OperatorStrategy, resolve
-from shardwright.core.constraints.parse import common_device_matrix
+from shardwright.core.constraints.device_matrix import common_device_matrix
 from shardwright.core.constraints.resolve import axes_for_entry
 from shardwright.core.graph.graph import Origin, Value
 from shardwright.core.layout.layout import Layout

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 import shardwright as sw
 from sample_models import llama
-from shardwright.core.cost import dry_run
-from shardwright.core.cost.dry_run import DryRun, DryRunCache, Phase, dry_run_chunk
+from shardwright.core.cost import dry_run, meta_chunk
+from shardwright.core.cost.dry_run import DryRun, DryRunCache, dry_run_chunk
 from shardwright.core.cost.memory import memory
+from shardwright.core.cost.meta_chunk import Phase
 from shardwright.core.partition.schedules import SCHEDULES
 
 NET, ARGS, KWARGS = llama(layers=8)
@@ -105,11 +106,11 @@ def test_one_micro_batch_tells_what_the_first_two_need(
     once = plan.memory
 
     def twice(
-        self: dry_run._MetaChunk, kinds: Sequence[str], several: bool, _: object
+        self: meta_chunk.MetaChunk, kinds: Sequence[str], several: bool, _: object
     ) -> tuple[dict[str, Phase], dict[str, Phase]]:
         first = {kind: self.run_action(kind) for kind in kinds}
         return first, {kind: self.run_action(kind) for kind in kinds} if several else {}
 
-    monkeypatch.setattr(dry_run._MetaChunk, "run_actions", twice)
+    monkeypatch.setattr(meta_chunk.MetaChunk, "run_actions", twice)
     both = memory(plan.partitioned)
     assert [stage.curve for stage in once.stages] == [stage.curve for stage in both.stages]

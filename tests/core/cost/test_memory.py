@@ -12,13 +12,8 @@ from benchmarks.allocations import peak_of_later_steps
 
 import shardwright as sw
 from sample_models import Model, bert, encoder, gpt2, llama, mlp, resnet
-from shardwright.core.cost.memory import (
-    Memory,
-    StageMemory,
-    bytes_text,
-    memory,
-    memory_lower_bounds,
-)
+from shardwright.core.cost.memory import Memory, StageMemory, bytes_text, memory
+from shardwright.core.cost.memory_bounds import memory_lower_bounds
 from shardwright.core.graph.graph import Graph, WholeBatch
 from shardwright.core.partition.decisions import OptimizerParallel
 from shardwright.core.partition.partitioned import Partitioned

@@ -15,10 +15,10 @@ from shardwright.core.layout.layout import Layout, TensorLayout
 from shardwright.core.layout.prime_mesh import prime_mesh
 from shardwright.core.layout.redistribution import (
     Redistribution,
-    RedistributionStep,
     redistribution,
     redistribution_steps,
 )
+from shardwright.core.layout.redistribution_step import RedistributionStep
 from shardwright.errors import LayoutError
 
 MESHES = ((2, 2), (2, 3), (2, 2, 2), (2, 2, 3))

@@ -16,7 +16,7 @@ import shardwright as sw
 from shardwright.core.cost.clusters import load_cluster
 from shardwright.core.cost.predict import predict
 from shardwright.core.layout.prime_mesh import prime_mesh
-from shardwright.core.lower.program import lower
+from shardwright.core.lower.emit_program import lower
 from shardwright.core.parallel.simulate_ranks import simulated_ranks
 from shardwright.core.partition.chunk import Chunk
 from shardwright.core.partition.communication import default_storage

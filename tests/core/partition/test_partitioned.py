@@ -9,7 +9,7 @@ import pytest
 
 import shardwright as sw
 from sample_models import mlp
-from shardwright.core.lower.program import lower
+from shardwright.core.lower.emit_program import lower
 from shardwright.core.partition import chunk as chunk_file
 from shardwright.core.partition.communication import Communication, communication
 from shardwright.core.partition.pipeline_spec import PipelineSpec

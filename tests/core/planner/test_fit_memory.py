@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import shardwright as sw
 from sample_models import Stack
-from shardwright.core.cost.memory import memory_lower_bounds
+from shardwright.core.cost.memory_bounds import memory_lower_bounds
 from shardwright.core.partition.decisions import ZERO_LEVELS
 from shardwright.core.planner import candidate
 from shardwright.core.planner.candidate import Candidate

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from shardwright.core.layout.collective_spec import all_to_all_v_axes
 from shardwright.core.layout.layout import Layout
-from shardwright.core.layout.redistribution import RedistributionStep
+from shardwright.core.layout.redistribution_step import RedistributionStep
 from shardwright.core.runtime.collectives import bind
 from shardwright.core.runtime.devices import Devices
 

@@ -26,7 +26,8 @@ from shardwright.core.cost.memory import memory
 from shardwright.core.graph.graph import Graph
 from shardwright.core.layout.layout import Layout
 from shardwright.core.layout.prime_mesh import prime_mesh
-from shardwright.core.lower.program import Program, lower
+from shardwright.core.lower.emit_program import lower
+from shardwright.core.lower.program import Program
 from shardwright.core.micro_batches.whole_batch import with_whole_batch
 from shardwright.core.partition.chunk import Chunk
 from shardwright.core.partition.communication import default_storage

@@ -11,8 +11,10 @@ from torch import Tensor
 
 from shardwright.core.layout.collective_spec import COLLECTIVES, all_to_all_v_axes
 from shardwright.core.layout.layout import Layout, TensorLayout
-from shardwright.core.layout.redistribution import RedistributionStep, redistribution_steps
-from shardwright.core.parallel.simulate_ranks import ByteCounter, assemble_shards, simulated_devices
+from shardwright.core.layout.redistribution import redistribution_steps
+from shardwright.core.layout.redistribution_step import RedistributionStep
+from shardwright.core.parallel.byte_counter import ByteCounter
+from shardwright.core.parallel.simulate_ranks import assemble_shards, simulated_devices
 from shardwright.core.runtime.collectives import BINDINGS, bind
 from shardwright.core.runtime.overlap import FinishCollective, StartCollective
 from shardwright.core.runtime.sent_dtypes import sendable

@@ -8,7 +8,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import shardwright as sw
-from shardwright.core.lower.program import lower
+from shardwright.core.lower.emit_program import lower
 from shardwright.core.runtime.devices import Devices
 
 

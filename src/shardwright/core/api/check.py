@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.core.api.not_distributed import check_not_planned
+from shardwright.core.api.random_operators import find_random_ops, refuse_untagged_random_operators
 from shardwright.core.api.trained_steps import (
+    TOLERANCE,
     Differences,
     EagerTraining,
     Rounding,
@@ -37,7 +39,7 @@ from shardwright.core.graph.float64 import (
     module_in_float64,
     paired_operators,
 )
-from shardwright.core.graph.graph import Graph, Op
+from shardwright.core.graph.graph import Graph
 from shardwright.core.graph.local_map import is_opaque
 from shardwright.core.micro_batches.batch_norms import PER_MICRO_BATCH
 from shardwright.core.micro_batches.whole_batch import with_whole_batch
@@ -51,7 +53,7 @@ from shardwright.core.parallel.whole_batch_values import (
     prologue_bytes,
 )
 from shardwright.core.partition.decisions import Decisions
-from shardwright.core.partition.partitioned import Partitioned, random_operators
+from shardwright.core.partition.partitioned import Partitioned
 from shardwright.core.plan import Plan
 from shardwright.core.planner.pipeline import Pipeline
 from shardwright.core.runtime.devices import Devices
@@ -62,9 +64,6 @@ from shardwright.core.runtime.micro_batches import (
 )
 from shardwright.core.torch_internals import pytree
 from shardwright.errors import CaptureError, PlanError
-
-TOLERANCE = 1e-9
-"""Default relative tolerance for values in float64."""
 
 ROUNDING_FACTOR, MAX_ROUNDING_DIFFERENCE = 100.0, 1e-6
 """Largest difference that counts as rounding: `ROUNDING_FACTOR` times the effect of perturbing the
@@ -299,7 +298,7 @@ def _compare_training(
     eager = _make_eager_training(partitioned, module, leaves)
     with _convert_float64_errors(len(eager.calls)):
         # First, as the run below trains the module itself.
-        random_names = _find_random_ops(eager)
+        random_names = find_random_ops(eager)
         eager_steps, output_gradients = eager.run()
     outcomes: list[Outcome] = []
 
@@ -340,7 +339,7 @@ def _compare_training(
     if random_names or differences.largest <= TOLERANCE or not finds_cause:
         return result
     # Finding the cause takes several more training runs, so only differences are investigated.
-    _refuse_untagged_random_operators(graph, eager)
+    refuse_untagged_random_operators(graph, eager)
     # Without cuts every value is replicated, so that the graph runs on one device.
     alone = replace(partitioned, decisions=Decisions(cuts={}, storage={}))
     whole_batch_values = GlobalBatchValues(alone, Devices.of_rank(partitioned.mesh, 0))(
@@ -360,27 +359,6 @@ def _compare_training(
     result = replace(result, rounding=rounding)
     # A difference that is explained by rounding has no cause.
     return result if result.passes() else replace(result, cause=cause)
-
-
-def _refuse_untagged_random_operators(graph: Graph, eager: EagerTraining) -> None:
-    """Reject custom operators that draw random numbers without the tag `nondeterministic_seeded`.
-
-    Raises:
-        PlanError: if results of the eager training depend on the seed.
-    """
-    custom_operators = {str(op.target) for op in graph.ops if not _is_builtin_operator(op)}
-    # Different with two seeds but equal with one: random numbers, and not kernels that vary from
-    # run to run.
-    if (
-        custom_operators
-        and _differs_between_seeds(eager, 0, 1)
-        and not _differs_between_seeds(eager, 0, 0)
-    ):
-        raise PlanError(
-            f"custom operator {' or '.join(f'`{each}`' for each in sorted(custom_operators))} "
-            "draws random numbers, but is not tagged as random, so ranks would draw different "
-            "numbers\ndefine the operator with `tags=torch.Tag.nondeterministic_seeded`"
-        )
 
 
 def _make_eager_training(
@@ -460,40 +438,6 @@ def _find_parameters_of_inputs(graph: Graph, operators: Sequence[str]) -> frozen
         if not read.isdisjoint(op.outputs):
             read.update(op.inputs)
     return frozenset(value.name for value in graph.parameters if value in read)
-
-
-def _find_random_ops(eager: EagerTraining) -> tuple[str, ...]:
-    """Return the names of operators whose random numbers change outputs or gradients.
-
-    Outputs alone do not suffice: after a layer of zeros they do not depend on an earlier dropout.
-    """
-    drawing = random_operators(eager.graph)
-    names = tuple(op.name for op in eager.graph.ops if op.name in drawing or _has_random_tag(op))
-    if not names:
-        return ()
-    return names if _differs_between_seeds(eager, 0, 1) else ()
-
-
-def _differs_between_seeds(eager: EagerTraining, *seeds: int) -> bool:
-    """Whether training runs with two seeds differ."""
-    first, second = (_train_with_seed(eager, seed) for seed in seeds)
-    return Differences.between(first, second).largest > TOLERANCE
-
-
-def _train_with_seed(eager: EagerTraining, seed: int) -> TrainedSteps:
-    torch.manual_seed(seed)
-    # A copy, so that all runs start from the same state.
-    steps, _ = replace(eager, module=copy.deepcopy(eager.module)).run()
-    return steps
-
-
-def _is_builtin_operator(op: Op) -> bool:
-    # Targets without a namespace are no operators of a library.
-    return getattr(op.target, "namespace", "aten") in ("aten", "shardwright")
-
-
-def _has_random_tag(op: Op) -> bool:
-    return torch.Tag.nondeterministic_seeded in getattr(op.target, "tags", ())
 
 
 def _select_stage_bytes(

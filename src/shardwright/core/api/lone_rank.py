@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardwright.core.cost.tensor_tracking import LiveBytes
-from shardwright.core.parallel.simulate_ranks import sent_bytes
+from shardwright.core.parallel.byte_counter import sent_bytes
 from shardwright.core.runtime.accelerator import CPU
 from shardwright.core.torch_internals import pytree
 from shardwright.core.torch_internals.distributed import (

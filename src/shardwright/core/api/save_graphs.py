@@ -9,7 +9,7 @@ from pathlib import Path
 
 from shardwright.core.graph.graph import Graph
 from shardwright.core.graph.printer import graph_text
-from shardwright.core.lower.program import lower
+from shardwright.core.lower.emit_program import lower
 from shardwright.core.partition.pipeline_spec import ONE_STAGE
 from shardwright.core.plan import Plan
 from shardwright.core.runtime.devices import Devices

@@ -28,6 +28,9 @@ from shardwright.core.torch_internals.dispatch import TorchDispatchMode
 from shardwright.core.torch_internals.operators import schema_of
 from shardwright.errors import PlanError
 
+TOLERANCE = 1e-9
+"""Default relative tolerance for values in float64."""
+
 STEPS = 2
 """Number of training steps. The second step detects errors in updates of buffers, parameters and
 momentum."""

@@ -23,8 +23,9 @@ from shardwright.core.capture.local_map import trained_reads
 from shardwright.core.capture.local_trace import LocalPart, Options
 from shardwright.core.capture.naming import current_line
 from shardwright.core.graph.graph import Graph
+from shardwright.core.graph.local_body import ForkGenerators
 from shardwright.core.graph.local_declaration import Declaration
-from shardwright.core.graph.local_map import ForkGenerators, LocalCall
+from shardwright.core.graph.local_map import LocalCall
 from shardwright.core.torch_internals import pytree
 
 log = logging.getLogger(__name__)

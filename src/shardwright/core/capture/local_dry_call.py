@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shardwright.core.graph.local_body import Body
 from shardwright.core.graph.local_gradients import ShapesAndDtypes, reached_by_gradients
-from shardwright.core.graph.local_map import Body
 from shardwright.core.torch_internals import pytree
 from shardwright.core.torch_internals.autograd import functions_applied_by
 from shardwright.core.torch_internals.dispatch import TorchDispatchMode

@@ -23,8 +23,8 @@ from shardwright.core.capture.annotations import ModuleLocation, ModuleTag, atta
 from shardwright.core.capture.local_trace import LocalPart, Options
 from shardwright.core.capture.naming import current_line
 from shardwright.core.deferred import copies_of_attributes
+from shardwright.core.graph.local_body import FunctionBody, ModuleBody, function_text
 from shardwright.core.graph.local_declaration import Declaration, Partial
-from shardwright.core.graph.local_map import FunctionBody, ModuleBody, function_text
 from shardwright.core.torch_internals import pytree
 from shardwright.core.torch_internals.dynamo import ModuleCall, as_one_call
 from shardwright.core.torch_internals.modules import memo_of_process_groups, own_buffers

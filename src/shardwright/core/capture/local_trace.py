@@ -19,8 +19,9 @@ from shardwright.core.capture.annotations import tagging, tags_of
 from shardwright.core.capture.canonicalize import rewrites
 from shardwright.core.capture.fx_nodes import replace as replace_node
 from shardwright.core.capture.local_dry_call import DryCall, DryResult, size_of
+from shardwright.core.graph.local_body import Body, ModuleBody
 from shardwright.core.graph.local_declaration import Declaration
-from shardwright.core.graph.local_map import Body, LocalCall, ModuleBody
+from shardwright.core.graph.local_map import LocalCall
 from shardwright.core.torch_internals import pytree
 from shardwright.errors import CaptureError, StrategyError
 

@@ -6,13 +6,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import gcd, prod
 
-from shardwright.core.constraints.parse import (
-    StrategyParser,
+from shardwright.core.constraints.device_matrix import (
     axes_on_mesh,
     common_device_matrix,
-    divisors_text,
     take_outer_axes,
 )
+from shardwright.core.constraints.parse import StrategyParser, divisors_text
 from shardwright.core.constraints.strategy import Entry, OperatorStrategy, entries_text, entry_text
 from shardwright.core.graph.graph import Graph, Op, Value
 from shardwright.core.layout.axes import Axes, prime_factors

@@ -15,22 +15,24 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from io import StringIO
-from math import prod
 from typing import ClassVar
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from shardwright.core.cost.dry_run import (
+from shardwright.core.cost.border_bytes import (
+    BorderBytes,
+    border_bytes,
+)
+from shardwright.core.cost.dry_run import DryRun, DryRunCache
+from shardwright.core.cost.meta_chunk import (
     ACTIVATIONS,
     BATCH,
     BUFFERS,
     GRADIENTS,
     TEMPORARY,
     BytesByCategory,
-    DryRun,
-    DryRunCache,
     sum_by_category,
 )
 from shardwright.core.cost.optimizer_state import (
@@ -50,14 +52,10 @@ from shardwright.core.cost.pipeline_timeline import (
     actions,
 )
 from shardwright.core.cost.tensor_tracking import PARAMETERS, WEIGHTS
-from shardwright.core.graph.graph import Value
 from shardwright.core.layout.axes import Shape
-from shardwright.core.layout.layout import interned_layout
 from shardwright.core.partition.chunk import Chunk
-from shardwright.core.partition.communication import default_storage, initial_layout
-from shardwright.core.partition.decisions import ZERO_LEVELS
+from shardwright.core.partition.communication import initial_layout
 from shardwright.core.partition.partitioned import Partitioned
-from shardwright.core.partition.pipeline_spec import PipelineSpec
 from shardwright.progress import OnShare, ignore_share, subrange
 
 MAX_CURVE_PASSES = 600
@@ -215,100 +213,6 @@ def memory(
         moments = list(_compute_action_memories(order, dry_run_of, borders, state))
         stages_memory.append(_stage_memory(number, bytes_before_step, moments, state, chunks))
     return Memory(tuple(stages_memory), optimizer_name(optimizer))
-
-
-def memory_lower_bounds(
-    partitioned: Partitioned, optimizer: str | torch.optim.Optimizer
-) -> list[int]:
-    """Return for each stage a lower bound on its peak memory in bytes, valid for any choice of
-    recomputed operators.
-
-    The bound needs no dry run. It is the sum of
-
-    - stored parameters, their gradients and optimizer state,
-    - parameters and gradients that the ZeRO level leaves unsharded between micro-batches,
-    - the inputs of all micro-batches, and
-    - the tensors that one micro-batch receives from the previous chunk.
-
-    Raises:
-        PlanError: if the optimizer is unknown.
-    """
-    stages, leaves = [], {each for each in partitioned.graph.inputs if isinstance(each, Value)}
-    table_shapes = table_shapes_of(partitioned.graph)
-    for number in range(partitioned.pipeline.stages):
-        chunks = partitioned.chunks_of(number)
-        shards = trained_shards(chunks, table_shapes)
-        # Trained parameters only: without the frozen ones the sum is still a lower bound.
-        stored = sum(prod(shard.shape) * shard.dtype.itemsize for shard in shards)
-        # The second `stored` is the gradients, which the optimizer reads in the layout of storage.
-        needed = stored + optimizer_bytes(optimizer, shards).state + stored
-        # With one micro-batch these live within its passes only, and need not be alive at the peak.
-        if partitioned.pipeline.micro_batches > 1:
-            needed += sum(map(_live_bytes_between_micro_batches, chunks))
-        inputs = sum(_input_bytes(chunk, leaves) for chunk in chunks)
-        # The largest: the received tensors of two chunks need not be alive at the same time.
-        received = max(_received_bytes(chunk) for chunk in chunks)
-        stages.append(needed + inputs * partitioned.pipeline.micro_batches + received)
-    return stages
-
-
-def _input_bytes(chunk: Chunk, model_inputs: set[Value]) -> int:
-    """Return the bytes per device and micro-batch of the model inputs that a chunk reads.
-
-    Args:
-        model_inputs: tensors in the arguments of the model.
-    """
-    return sum(
-        _local_bytes(value, chunk, value.stored_dtype)
-        for value in chunk.graph.input_values
-        if value in model_inputs
-    )
-
-
-def _received_bytes(chunk: Chunk) -> int:
-    """Return the bytes per micro-batch of the tensors that `chunk` receives from the previous
-    chunk."""
-    return sum(_local_bytes(value, chunk, value.dtype) for value in chunk.arriving)
-
-
-def _local_bytes(value: Value, chunk: Chunk, dtype: torch.dtype) -> int:
-    layout = initial_layout(value, chunk.mesh, chunk.decisions)
-    return prod(layout.shard_shape(value.shape)) * dtype.itemsize
-
-
-def _live_bytes_between_micro_batches(chunk: Chunk) -> int:
-    """Return the bytes of parameters and gradients that stay alive between the micro-batches of a
-    step, beyond the stored shards.
-
-    They are gathered or cast copies of parameters, and with ZeRO-1 full gradients.
-    """
-    mesh, decisions = chunk.mesh, chunk.decisions
-    level = None if decisions.sharding is None else decisions.sharding.level
-    parameters = [each for each in chunk.graph.parameters if each.requires_grad]
-    keeps_gathered = level in (ZERO_LEVELS[0], ZERO_LEVELS[1])
-    # Neither a second copy nor a full gradient, whatever the layouts are.
-    if not keeps_gathered and all(each.dtype == each.stored_dtype for each in parameters):
-        return 0
-    used_axes = default_storage(chunk.graph, mesh, decisions.cuts)
-    unsharded_bytes = 0
-    for value in parameters:
-        as_used = interned_layout(mesh, used_axes[value.name])
-        stored = initial_layout(value, mesh, decisions)
-        full_numel, shard_numel = (
-            prod(each.shard_shape(value.shape)) for each in (as_used, stored)
-        )
-        # A parameter that is stored as it is used has a second copy only if it is cast. For other
-        # parameters level1 (ZeRO-1) keeps the gathered parameter and its full gradient over
-        # micro-batches, level2 (ZeRO-2) the gathered parameter, and level3 (ZeRO-3) neither.
-        if stored.axes == as_used.axes:
-            unsharded_bytes += (
-                full_numel * value.itemsize if value.dtype != value.stored_dtype else 0
-            )
-        elif keeps_gathered:
-            unsharded_bytes += full_numel * value.itemsize
-            if level == ZERO_LEVELS[0]:
-                unsharded_bytes += (full_numel - shard_numel) * value.stored_dtype.itemsize
-    return unsharded_bytes
 
 
 def trained_shards(chunks: Sequence[Chunk], table_shapes: Container[Shape]) -> list[TrainedShard]:
@@ -471,70 +375,3 @@ def _action_name(action: Action, num_chunks: int) -> str:
     direction = "forward" if action.pass_type == FORWARD else "backward"
     chunk_text = f" through chunk {action.chunk}" if num_chunks > 1 else ""
     return f"{direction} of micro-batch {action.micro_batch}{chunk_text}"
-
-
-@dataclass(frozen=True)
-class BorderBytes:
-    """Corrections of a chunk's dry run for tensors that it exchanges with neighboring chunks, in
-    bytes per micro-batch.
-
-    A dry run of one chunk allocates its inputs and the gradients of its outputs, and frees both at
-    the end of the backward pass. A neighbor on the same stage owns these tensors, so they must not
-    count twice and may live longer.
-
-    Args:
-        inputs: bytes of inputs that are outputs of the previous chunk on the same stage.
-        gradients: bytes of gradients of outputs that the next chunk on the same stage computes.
-        returned: bytes of gradients of inputs, which outlive the backward pass.
-        is_previous_on_stage: whether the previous chunk, which reads the `returned` gradients, is
-            on the same stage. Otherwise they are sent, and those of one micro-batch are alive at a
-            time.
-    """
-
-    inputs: int = 0
-    gradients: int = 0
-    returned: int = 0
-    is_previous_on_stage: bool = False
-
-    def shared_bytes(self, pass_type: str) -> int:
-        """Return the bytes that the dry run of a pass counts, but that a neighboring chunk on the
-        same stage has allocated.
-
-        Args:
-            pass_type: pass, one of `F`, `B`, `I`, `W`.
-        """
-        if pass_type == FORWARD:
-            return self.inputs
-        return self.gradients if pass_type in (BACKWARD, BACKWARD_INPUT) else 0
-
-    def border_change(self, pass_type: str, repeats_pass: bool) -> int:
-        """Return the bytes that stay allocated after a pass, although its dry run frees them.
-
-        Args:
-            pass_type: pass, one of `F`, `B`, `I`, `W`.
-            repeats_pass: whether the chunk has run this pass before, for an earlier micro-batch.
-        """
-        border_change = 0
-        if pass_type in (BACKWARD, BACKWARD_INPUT):
-            # Sent gradients replace those of the micro-batch before: only the first pass adds.
-            border_change += self.returned if self.is_previous_on_stage or not repeats_pass else 0
-        if pass_type in (BACKWARD, BACKWARD_WEIGHT):
-            # The dry run frees its inputs; here the previous chunk owns and frees them.
-            border_change += self.inputs
-        return border_change
-
-
-def border_bytes(chunk: Chunk, pipeline: PipelineSpec) -> BorderBytes:
-    """Return the corrections of the dry run of `chunk`, which runs without its neighboring
-    chunks."""
-
-    def on_same_stage(index: int) -> bool:
-        return 0 <= index < pipeline.num_chunks and pipeline.stage_of(index) == chunk.stage
-
-    is_previous_on_stage = on_same_stage(chunk.number - 1)
-    return BorderBytes(
-        inputs=_received_bytes(chunk) if is_previous_on_stage else 0,
-        gradients=chunk.received_gradient_bytes if on_same_stage(chunk.number + 1) else 0,
-        returned=chunk.border_bytes[1],
-        is_previous_on_stage=is_previous_on_stage,
-    )

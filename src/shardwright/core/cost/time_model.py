@@ -11,7 +11,7 @@ from shardwright.core.cost.flops import MovedBytes, Work, work_of
 from shardwright.core.graph.graph import Op, Value
 from shardwright.core.layout.axes import Axes, Shape
 from shardwright.core.layout.layout import DeviceMatrix
-from shardwright.core.layout.redistribution import RedistributionStep
+from shardwright.core.layout.redistribution_step import RedistributionStep
 from shardwright.core.partition.decisions import BUCKET_BYTES
 from shardwright.core.rules import rule_of
 from shardwright.core.rules.rule import RING, Cuts, Reduction

@@ -233,7 +233,7 @@ def _invert_permutation(order: tuple[int, ...]) -> tuple[int, ...]:
 
 
 # Between steps of equal cost, the search prefers the kind that is listed first
-# (`route_search.KINDS`).
+# (`route_problem.KINDS`).
 COLLECTIVES = {
     spec.name: spec
     for spec in (

@@ -10,7 +10,6 @@ from shardwright.core.graph.graph import Op, Value
 from shardwright.core.graph.local_map import LocalCall
 from shardwright.core.micro_batches.batch_norms import takes_statistics, use_of_statistics
 from shardwright.core.micro_batches.linear_operators import dims_of_indexed_sum
-from shardwright.core.micro_batches.micro_batch_graph import count_of_targets, is_mean_over_targets
 from shardwright.core.micro_batches.paired_graphs import DIVIDES_BATCH, TAKES_PART
 from shardwright.core.micro_batches.sample_flow import SampleFlow
 from shardwright.core.micro_batches.sample_states import (
@@ -21,6 +20,7 @@ from shardwright.core.micro_batches.sample_states import (
     SampleState,
     UnsplittableError,
 )
+from shardwright.core.micro_batches.target_counts import count_of_targets, is_mean_over_targets
 from shardwright.core.rules import rule_of
 from shardwright.core.rules.notation import WithArguments, call_arguments
 from shardwright.core.rules.rule import Dims, LocalSharding, ShardingRule, depends_on_position

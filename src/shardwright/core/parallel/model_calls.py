@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from shardwright.core.capture.filled_state import check_filled
 from shardwright.core.graph.graph import Graph
 from shardwright.core.graph.python_call import ONCE_PER_BATCH
-from shardwright.core.lower.program import Program, lower
+from shardwright.core.lower.emit_program import lower
+from shardwright.core.lower.program import Program
 from shardwright.core.misuse.batch_guard import BatchGuard
 from shardwright.core.misuse.before_backward import (
     before_backward,

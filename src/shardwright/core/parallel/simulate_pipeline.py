@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwright.core.lower.program import lower
-from shardwright.core.parallel.pipeline_stage import StageModule, StepContext
-from shardwright.core.parallel.simulate_ranks import ByteCounter, Outcome, simulated_ranks
+from shardwright.core.lower.emit_program import lower
+from shardwright.core.parallel.byte_counter import ByteCounter
+from shardwright.core.parallel.simulate_ranks import Outcome, simulated_ranks
+from shardwright.core.parallel.stage_module import StageModule, StepContext
 from shardwright.core.parallel.train_step import StepInputs, StepResults, loss_weight
 from shardwright.core.parallel.whole_batch_values import GlobalBatchValues
 from shardwright.core.partition.chunk import Chunk

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from shardwright.core.graph.graph import Graph, Value
-from shardwright.core.lower.program import Program, lower
+from shardwright.core.lower.emit_program import lower
+from shardwright.core.lower.program import Program
 from shardwright.core.micro_batches.analysis import UPDATED_BY_RESULT
 from shardwright.core.micro_batches.batch_norms import OF_BATCH_NORMS
 from shardwright.core.micro_batches.buffer_updates import BufferUpdates

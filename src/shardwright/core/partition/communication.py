@@ -18,7 +18,8 @@ from math import prod
 from shardwright.core.graph.graph import Graph, Op, Origin, Value
 from shardwright.core.layout.collective_spec import COLLECTIVES
 from shardwright.core.layout.layout import DeviceMatrix, TensorLayout, interned_layout
-from shardwright.core.layout.redistribution import RedistributionStep, redistribution_steps
+from shardwright.core.layout.redistribution import redistribution_steps
+from shardwright.core.layout.redistribution_step import RedistributionStep
 from shardwright.core.partition.decisions import Decisions, Recompute, Storage
 from shardwright.core.partition.join_transfers import join_transfers
 from shardwright.core.partition.parameter_buckets import Bucket, buckets

@@ -15,7 +15,7 @@ from shardwright.core.graph.graph import Graph, Origin, Value
 from shardwright.core.graph.saved_tensors import needed_in_backward
 from shardwright.core.layout.axes import Axes
 from shardwright.core.layout.layout import DeviceMatrix, TensorLayout
-from shardwright.core.layout.redistribution import RedistributionStep
+from shardwright.core.layout.redistribution_step import RedistributionStep
 from shardwright.core.partition.decisions import Decisions
 from shardwright.core.partition.transfer import Transfer
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from shardwright.core.graph.graph import Value
-from shardwright.core.layout.redistribution import RedistributionStep
+from shardwright.core.layout.redistribution_step import RedistributionStep
 
 
 @dataclass(eq=False)

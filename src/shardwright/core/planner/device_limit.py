@@ -6,7 +6,8 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 
-from shardwright.core.cost.memory import bytes_text, memory_lower_bounds
+from shardwright.core.cost.memory import bytes_text
+from shardwright.core.cost.memory_bounds import memory_lower_bounds
 from shardwright.core.planner.candidate import Candidate
 from shardwright.core.planner.options import NO_LIMIT, PlanOptions
 from shardwright.errors import MemoryLimitError

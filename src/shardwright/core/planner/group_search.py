@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from math import inf
 
-from shardwright.core.cost.memory import memory_lower_bounds
+from shardwright.core.cost.memory_bounds import memory_lower_bounds
 from shardwright.core.planner.attempts import Attempt
 from shardwright.core.planner.candidate import Candidate
 from shardwright.core.planner.captured_model import SharedCuts

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from heapq import heappush
 from itertools import count
 
-from shardwright.core.cost.memory import Memory, memory_lower_bounds
+from shardwright.core.cost.memory import Memory
+from shardwright.core.cost.memory_bounds import memory_lower_bounds
 from shardwright.core.plan.ranked import PlanKind
 from shardwright.core.planner.attempts import Attempt
 from shardwright.core.planner.candidate import Candidate, FindCandidates

@@ -200,5 +200,6 @@ PEER_FAILURE = re.compile("clos|connect|peer|pipe|reset|time(d |-)?out|time limi
 """Pattern of errors of gloo and of stores about a process that has ended or does not respond."""
 _STAGE_MODULES = {
     "shardwright.core.parallel.pipeline_stage",
+    "shardwright.core.parallel.stage_module",
     "shardwright.core.parallel.pipeline_execution",
 }

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from shardwright.core.layout.axes import Axes, shard_index
 from shardwright.core.layout.collective_spec import CellExchange, cell_exchange
-from shardwright.core.layout.redistribution import RedistributionStep
+from shardwright.core.layout.redistribution_step import RedistributionStep
 from shardwright.core.rules.rule import GATHER, MIRROR, NEXT, PREVIOUS, RING, Reduce, TensorFunction
 from shardwright.core.runtime.collective_errors import program_line
 from shardwright.core.runtime.devices import Devices, Group, Index

@@ -9,7 +9,8 @@ from math import prod
 
 from shardwright.core.graph.graph import Op, Origin, Value
 from shardwright.core.layout.layout import DeviceMatrix, TensorLayout
-from shardwright.core.layout.redistribution import RedistributionStep, redistribution_steps
+from shardwright.core.layout.redistribution import redistribution_steps
+from shardwright.core.layout.redistribution_step import RedistributionStep
 from shardwright.core.partition.communication import InnerReduction
 from shardwright.core.rules import rule_of as rule_of
 from shardwright.core.rules.rule import Cuts, Dims, ShardingRule

@@ -12,9 +12,9 @@ from math import prod
 
 import torch
 
-from shardwright.core.cost.dry_run import ACTIVATIONS
 from shardwright.core.cost.flops import is_view
 from shardwright.core.cost.memory import Memory, StageMemory
+from shardwright.core.cost.meta_chunk import ACTIVATIONS
 from shardwright.core.cost.pipeline_timeline import (
     BACKWARD,
     BACKWARD_INPUT,

@@ -13,7 +13,8 @@ import shardwright as sw
 from sample_models import llama
 from shardwright.core.cost.clusters import load_cluster
 from shardwright.core.cost.flops import work_of
-from shardwright.core.cost.memory import Memory, memory, memory_lower_bounds
+from shardwright.core.cost.memory import Memory, memory
+from shardwright.core.cost.memory_bounds import memory_lower_bounds
 from shardwright.core.graph.graph import Graph
 from shardwright.core.partition.communication import communication
 from shardwright.core.partition.decisions import Decisions, Recompute
