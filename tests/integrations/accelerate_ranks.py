@@ -16,7 +16,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 import shardwright as sw
 
@@ -129,6 +129,45 @@ def prepare_loader(training: Training, options: dict[str, Any]) -> Any:
     return odd
 
 
+class Stream(IterableDataset[Any]):
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self) -> Any:
+        return iter(samples(self.count))
+
+    def __len__(self) -> int:
+        return self.count
+
+
+def local_batches_of_all_loaders_count_each_sample_once() -> None:
+    options = PLANS["local batches"]
+    odd, size = samples(COUNT - 1), BATCH // dist.get_world_size()
+    loaders: list[DataLoader[Any]] = [
+        DataLoader(Stream(COUNT - 2), BATCH),
+        DataLoader(Stream(COUNT - 1), BATCH, drop_last=True),
+        # Its last rank repeats a sample.
+        DataLoader(odd, size, sampler=DistributedSampler(odd, shuffle=False)),
+        DataLoader(odd, size, sampler=DistributedSampler(odd, shuffle=False, drop_last=True)),
+    ]
+    counts = (COUNT - 2, COUNT // BATCH * BATCH, COUNT - 1, COUNT - 2)
+    for plain, count in zip(loaders, counts, strict=True):
+        accelerator = Accelerator(cpu=True)
+        net, prepared = prepare(accelerator, classifier(0), plain, **options)
+        found = []
+        for x, _ in prepared:
+            assert len(x) <= BATCH // dist.get_world_size()
+            net(x)
+            found.append(accelerator.gather_for_metrics(x))
+        assert len(prepared) == len(found)
+        wanted = samples(COUNT).tensors[0][:count]
+        torch.testing.assert_close(*(torch.cat([*x]).sort(0)[0] for x in (found, wanted[None])))
+    *_, prepared = prepare(
+        Accelerator(cpu=True), classifier(0), DataLoader(Stream(COUNT - 1), BATCH), **options
+    )
+    refused(lambda: list(prepared), DataError, "last batch of an iterable dataset has 7 samples")
+
+
 def resumes_under_another_plan() -> None:
     wanted = reference(2)
     for saved, resumed in (("tensor parallel", "local batches"), ("local batches", "first batch")):
@@ -228,6 +267,7 @@ def refuses_what_would_be_wrong() -> None:
 CHECKS = (
     trains_as_one_process,
     counts_each_sample_once,
+    local_batches_of_all_loaders_count_each_sample_once,
     resumes_under_another_plan,
     plans_of_files_and_stages_train,
     computes_in_mixed_precision,

@@ -8,9 +8,8 @@ A loader keeps its batch size, which is the global batch size of a step under ev
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
-from itertools import cycle, islice
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -30,7 +29,7 @@ from shardwright.core.parallel.module import ParallelModule
 from shardwright.core.plan import Plan
 from shardwright.core.runtime.adopt_optimizer import adopt_parameters_of_model
 from shardwright.core.torch_internals import pytree
-from shardwright.errors import CheckpointError, DataError, PlanError
+from shardwright.errors import CheckpointError, PlanError
 from shardwright.integrations.full_state import (
     check_one_stage,
     full_model_state,
@@ -54,10 +53,16 @@ OLDEST_VERSION = "1.0"
 require_version("accelerate", OLDEST_VERSION, "shardwright.integrations.accelerate")
 
 # After the check of the version, as an older one may not have these names.
-from accelerate.data_loader import BatchSamplerShard, prepare_data_loader  # noqa: E402
+from accelerate.data_loader import prepare_data_loader  # noqa: E402
 from accelerate.optimizer import AcceleratedOptimizer  # noqa: E402
 from accelerate.scheduler import AcceleratedScheduler  # noqa: E402
 from accelerate.utils import MODEL_NAME, SAFE_MODEL_NAME, DistributedType, RNGType  # noqa: E402
+
+from shardwright.integrations.accelerate_loaders import (  # noqa: E402
+    divide_loader,
+    drop_repeated_samples,
+    find_distributed_samplers,
+)
 
 RANDOM_FILE = "shardwright_random.json"
 """File in a `save_state` folder with the random seed and step of each planned model."""
@@ -210,16 +215,14 @@ def _prepare_loader(accelerator: Any, loader: DataLoader[Any], shards: DataShard
     rng_types = {str(RNGType(rng_type).value) for rng_type in accelerator.rng_types or ()}
     # Samplers without a generator draw from torch's, whose state must be equal on all ranks.
     rng_types |= {"torch"} if dist.is_initialized() else set()
-    batches = loader.batch_sampler
     # A `DistributedSampler` has divided the samples already.
-    divided = shards.count == 1 or bool(_find_distributed_samplers(loader))
+    divided = shards.count == 1 or bool(find_distributed_samplers(loader))
     prepared = prepare_data_loader(
-        loader,
+        loader if divided else divide_loader(loader, shards, config.even_batches),
         accelerator.device,
-        # A stream has no batches that could be divided below.
-        num_processes=1 if divided or batches is not None else shards.count,
-        process_index=0 if divided or batches is not None else shards.index,
-        split_batches=not divided and batches is None,
+        # The loader is divided above.
+        num_processes=1,
+        process_index=0,
         put_on_device=accelerator.device_placement,
         rng_types=sorted(rng_types),
         # Every rank reads its samples itself, instead of rank 0 for all.
@@ -230,53 +233,7 @@ def _prepare_loader(accelerator: Any, loader: DataLoader[Any], shards: DataShard
         non_blocking=config.non_blocking,
         use_stateful_dataloader=config.use_stateful_dataloader,
     )
-    if not divided and batches is not None:
-        # Accelerate's loader iterates over a loader of its own, whose batch sampler decides.
-        base = getattr(prepared, "base_dataloader", prepared)
-        batches_of_rank = ShardedBatchSampler(base.batch_sampler, shards, config.even_batches)
-        # Not by assignment, which `DataLoader` refuses.
-        object.__setattr__(base, "batch_sampler", batches_of_rank)
     return _append_prepared(prepared, accelerator._dataloaders)
-
-
-class ShardedBatchSampler(BatchSamplerShard):  # type: ignore[misc]
-    """Batch sampler that yields this rank's shard of each global batch of another batch sampler.
-
-    An incomplete last batch gets only as many samples from the start of the epoch as are needed for
-    shards of equal length. Accelerate would fill it up to the batch size.
-    """
-
-    def __init__(self, batches: Any, shards: DataShards, even_batches: bool) -> None:
-        size = getattr(batches, "batch_size", None)
-        if not isinstance(size, int) or size % shards.count:
-            raise DataError(
-                f"batch_size={size} of a loader is not divisible by the {shards.count} data shards"
-                f" of the plan's `dataset_strategy`\nuse a multiple of {shards.count}: `batch_size`"
-                " is the number of samples per step over all processes"
-            )
-        super().__init__(batches, shards.count, shards.index, True, even_batches)
-        self.sampler = getattr(batches, "sampler", None)
-
-    def __iter__(self) -> Iterator[list[Any]]:
-        first: list[Any] = []
-        for batch in self.batch_sampler:
-            # Every rank reads all batches, so all fill the last one with the same samples.
-            first = first or list(batch)
-            missing = -len(batch) % self.num_processes
-            if missing and not self.even_batches:
-                raise DataError(
-                    f"the last batch of a loader has {len(batch)} samples, not a multiple of its"
-                    f" {self.num_processes} data shards\ndrop this batch (`drop_last=True`), or"
-                    " repeat samples to fill it (`even_batches=True`)"
-                )
-            filled = [*batch, *islice(cycle(first), missing)]
-            size = len(filled) // self.num_processes
-            yield filled[size * self.process_index : size * (self.process_index + 1)]
-
-
-def _find_distributed_samplers(loader: DataLoader[Any]) -> list[Any]:
-    samplers = (loader.sampler, getattr(loader.batch_sampler, "sampler", None))
-    return [s for s in samplers if isinstance(s, torch.utils.data.DistributedSampler)]
 
 
 def _unwrap_optimizer(optimizer: Any) -> Any:
@@ -370,6 +327,12 @@ def _gather_distinct_samples_for_metrics(
 ) -> Any:
     if accelerator.shardwright_shards.count == 1:
         return _gather_full_tensors(input_data)
+    state = accelerator.gradient_state
+    samplers = find_distributed_samplers(state.active_dataloader) if state.in_dataloader else []
+    # Accelerate expects that the last samples are repeated, and not the last ones of ranks.
+    if samplers and not use_gather_object:
+        gathered = _gather_distinct_samples(accelerator, input_data)
+        return drop_repeated_samples(gathered, samplers[0]) if state.end_of_dataloader else gathered
     # Calls `gather` above, and leaves out the samples that fill the last batch.
     return type(accelerator).gather_for_metrics(
         accelerator, _gather_full_tensors(input_data), use_gather_object
