@@ -255,3 +255,41 @@ def test_declared_buffers_may_change() -> None:
         sw.check(alone, args, None, sw.plan(alone, args, devices=2))
     with pytest.raises(sw.StrategyError, match="the Normed has no buffer 'u'\npass names of its"):
         sw.local_map(net.layer, "b _h -> b _h", buffers=("u",))
+
+
+class ScaledByConstant(torch.autograd.Function):
+    """A product whose backward pass has no gradient of the second factor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
+        ctx.save_for_backward(scale)
+        return x * scale
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0] * ctx.saved_tensors[0], None
+
+
+def test_an_input_without_gradient_from_an_autograd_function_has_none() -> None:
+    def scaled(part: Any, x: Tensor) -> Tensor:
+        needs_values(x)
+        result: Tensor = ScaledByConstant.apply(part.one(x), part.two.bias)  # type: ignore[no-untyped-call]
+        return result
+
+    net = Around(Part(scaled), plain)
+    sw.local_map(net.layer, "b _h -> b _h")
+    assert sw.check(net, ARGS, None, sw.plan(net, ARGS, devices=4, mode="data_parallel")).passes()
+
+
+def test_a_changed_input_is_refused() -> None:
+    def changed(part: Any, x: Tensor) -> Tensor:
+        needs_values(x)
+        x.mul_(2)
+        result: Tensor = part.one(x)
+        return result
+
+    net = Around(Part(changed), plain)
+    sw.local_map(net.layer, "b _h -> b _h")
+    plan = sw.plan(net, ARGS, devices=2, mode="data_parallel")
+    with pytest.raises(sw.CaptureError, match=r"changes input 0 in place.*\nchange a copy"):
+        sw.check(net, ARGS, None, plan)

@@ -222,8 +222,12 @@ class _OnEachRankFunction(torch.autograd.Function):
                     (tensor if shards is None else shards[rank]).detach()
                     for tensor, shards in zip(tensors, local, strict=True)
                 ]
-                for tensor, needs_grad in zip(inputs, ctx.needs_input_grad[1:], strict=True):
-                    tensor.requires_grad_(needs_grad)
+                # Copied, as a function that changes its inputs in place must reach the error that
+                # names them, and autograd has an error of its own for leaves.
+                inputs = [
+                    tensor.requires_grad_().clone() if needs_grad else tensor
+                    for tensor, needs_grad in zip(inputs, ctx.needs_input_grad[1:], strict=True)
+                ]
                 with record_saved_inputs(inputs, saved):
                     ctx.runs[rank] = inputs, run_with_connected_inputs(run, inputs)
         # Saved through `ctx`, so that parameters are gathered again for the backward pass, as on
@@ -254,9 +258,12 @@ class _OnEachRankFunction(torch.autograd.Function):
                 ]
                 trained = [tensor for tensor in inputs if tensor.requires_grad]
                 outputs, output_gradients = [r for r, _ in pairs], [g for _, g in pairs]
-                # Retained, because the caller may run its own backward pass twice.
+                # Retained, because the caller may run its own backward pass twice. A custom
+                # autograd function may return None for an input that it has used.
                 computed = iter(
-                    torch.autograd.grad(outputs, trained, output_gradients, retain_graph=True)
+                    torch.autograd.grad(
+                        outputs, trained, output_gradients, retain_graph=True, allow_unused=True
+                    )
                 )
                 gradients_of_rank[rank] = [
                     next(computed) if t.requires_grad else None for t in inputs
@@ -289,10 +296,15 @@ def record_saved_inputs(
 def _collect_input_gradient(
     gradients_of_rank: dict[int, list[Tensor | None]], index: int
 ) -> Tensor | None:
-    """Return the gradient of input `index` on all simulated ranks; None if no rank has one."""
-    gradients = {
-        rank: gradient
-        for rank, of_inputs in gradients_of_rank.items()
-        if (gradient := of_inputs[index]) is not None
-    }
-    return tensor_of_ranks(gradients) if gradients else None
+    """Return the gradient of input `index` on all simulated ranks, zeros for a rank without one;
+    None if no rank has one."""
+    by_rank = {rank: of_inputs[index] for rank, of_inputs in gradients_of_rank.items()}
+    example = next((gradient for gradient in by_rank.values() if gradient is not None), None)
+    if example is None:
+        return None
+    return tensor_of_ranks(
+        {
+            rank: torch.zeros_like(example) if gradient is None else gradient
+            for rank, gradient in by_rank.items()
+        }
+    )
