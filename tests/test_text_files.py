@@ -7,6 +7,7 @@ import os
 import resource
 import stat
 import threading
+import tracemalloc
 import warnings
 from pathlib import Path
 
@@ -208,3 +209,15 @@ def test_a_path_of_several_lines_is_one_line_of_a_message() -> None:
 def test_an_integer_of_thousands_of_digits_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"plan: integers must be from -2\^63"):
         parse_json("9" * 5000, "plan", ConfigError)
+
+
+def test_a_small_file_takes_little_memory(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("a: 1")
+    tracemalloc.start()
+    try:
+        assert read_text(path, ConfigError) == "a: 1"
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < 2 * text_files.PIECE_BYTES

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import yaml
 
@@ -57,6 +57,10 @@ PIPE_SECONDS = 10
 """Longest wait for a named pipe, which may be there by mistake and be written to by nobody."""
 
 
+PIECE_BYTES = 2**20
+"""Number of bytes that are read at a time from a file of limited size."""
+
+
 class EditedFileWarning(ShardwrightWarning):
     """Warning that a plan or a calibration has changed since it was written."""
 
@@ -89,13 +93,21 @@ def read_text(path: str | Path, error_type: ErrorType, max_bytes: int | None = M
         open(path, "rb", opener=_open_with_limit) as file,
     ):
         # One byte more, to notice a larger file; devices and pipes do not tell their size.
-        content = file.read() if max_bytes is None else file.read(max_bytes + 1)
+        content = file.read() if max_bytes is None else _read_at_most(file, max_bytes + 1)
     # Not in the context above, which would convert this error too.
     if max_bytes is not None and len(content) > max_bytes:
         raise error_type(f"{path}: larger than {max_bytes} bytes\npass the path of another file")
     with _convert_file_errors(path, error_type):
         # Line ends as of files that are opened as text.
         return content.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
+
+
+def _read_at_most(file: BinaryIO, size: int) -> bytes:
+    # In pieces: `file.read(size)` would allocate `size` bytes, also for a small file.
+    content = bytearray()
+    while piece := file.read(min(PIECE_BYTES, size - len(content))):
+        content += piece
+    return bytes(content)
 
 
 def _open_with_limit(path: str, flags: int) -> int:
