@@ -31,8 +31,9 @@ of gloo alone takes 0.05 ms and more.
 Derived files (plans, calibrations, weights of `save_pretrained`, tokens) have a
 bit changed too. Checkpoints from strangers have right checksums, and metadata that set attributes,
 name files outside, or are links and pipes. Names with control characters are in every file that a
-command reads. Another user of the machine writes to all ports of a run. Goal: one error or warning,
-nothing raw on the terminal, and a run with the losses of one that nobody disturbed.
+command reads, and its streams are closed, full or pipes. Another user of the machine writes to all
+ports of a run. Goal: one error or warning, nothing raw on the terminal, and a run with the losses
+of one that nobody disturbed.
 
 Checksums are computed while a checkpoint is written, and verified when it is loaded, each file by
 one rank.
@@ -61,6 +62,7 @@ from benchmarks.programs import PROGRAMS
 from benchmarks.programs.outcomes import outcomes
 from benchmarks.size import Size
 from benchmarks.strangers import ATTACKS, attack
+from benchmarks.surroundings import SHELLS, ends_in, write_files
 from benchmarks.table import Table
 from benchmarks.terminals import cases, control_characters
 from benchmarks.torchrun import python, torchrun
@@ -82,6 +84,7 @@ def run(size: Size = Size.DEFAULT) -> list[Table]:
     ]
     breaks = [bit_flips(size.of(90, full=500)), kills(size.of(3, full=100))]
     hostile = [derived_files(size.of(25, full=200)), strangers(), terminals(), local_users()]
+    hostile.append(surroundings())
     return [*inputs, *breaks, *hostile, guards(), checksum_speed()]
 
 
@@ -213,6 +216,19 @@ def terminals() -> Table:
             table.add(name, len(printed))
             if printed:
                 table.missed.append(f"{name}: {sorted(map(ascii, printed))}")
+    return table
+
+
+def surroundings() -> Table:
+    """A command with streams, folders and limits that are not those of a usual shell."""
+    table = Table("Streams, folders and limits of a command", ("with", "ended"))
+    for name, (_, expected) in SHELLS.items():
+        with tempfile.TemporaryDirectory() as folder:
+            write_files(Path(folder))
+            end = ends_in(Path(folder), name)
+        table.add(name, end)
+        if end != expected:
+            table.missed.append(f"{name}: {end}, not {expected}")
     return table
 
 

@@ -20,6 +20,9 @@ from shardwright.__main__ import run_command
 HOSTILE = "\x1b[2J\x1b]0;owned\x07\x9b31m\x08\r\x7f\u202eevil\u2066\u2028\u2029\u200b\U000e0041"
 """Clears a screen, sets its title, goes back, and turns the order of what follows."""
 
+FORMAT = "\u202eevil\u2066\u200b\U000e0041"
+"""Characters that plan files may have in names, and that turn the order of what follows."""
+
 MODEL = """
 import logging, warnings
 import torch
@@ -79,6 +82,8 @@ def cases(folder: Path) -> Mapping[str, Sequence[str]]:
         "operator of a plan, diff": ("diff", "hostile.json", "other.json"),
         "operator of a plan, diff --every": ("diff", "hostile.json", "other.json", "--every"),
         "operator of a plan, explain": ("explain", "hostile.json", "net.0" + HOSTILE),
+        "direction of a plan's names, diff": ("diff", "turned.json", "other.json", "--every"),
+        "direction of a plan's names, explain": ("explain", "turned.json", "net.0" + FORMAT),
         "operator that a plan has not": ("explain", "other.json", HOSTILE),
         "key of a plan": ("diff", "key.json", "other.json"),
         "number of a plan": ("diff", "number.json", "other.json"),
@@ -109,6 +114,7 @@ def _write_plans(folder: Path) -> None:
     (folder / "other.json").write_text(text)
     data = json.loads(text)
     (folder / "hostile.json").write_text(json.dumps(_renamed(data, "net.0", HOSTILE)))
+    (folder / "turned.json").write_text(json.dumps(_renamed(data, "net.0", FORMAT)))
     (folder / "key.json").write_text(json.dumps({**data, HOSTILE: 1}))
     (folder / "number.json").write_text(json.dumps({**data, "devices": HOSTILE}))
 
