@@ -129,7 +129,7 @@ def drop_repeated_samples(data: Any, sampler: Any) -> Any:
             return value
         samples = list(value.chunk(sampler.num_replicas))
         first = len(samples) - repeated
-        return torch.cat([*samples[:first], *(part[:-1] for part in samples[first:])])
+        return torch.cat([*samples[:first], *(of_rank[:-1] for of_rank in samples[first:])])
 
     # None if it drops samples instead.
     return pytree.tree_map(distinct, data) if repeated > 0 else data
