@@ -103,6 +103,27 @@ def test_train_step_changes_state_once() -> None:
     assert planned.calls == eager.calls == 3
 
 
+class Hooked(Net):
+    """Registers one more hook on a parameter in each call."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.first.weight.register_hook(lambda gradient: 2 * gradient)
+        return self.hidden(x).square().mean()
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_hooks_of_parameters_are_registered_in_each_step(micro_batches: int) -> None:
+    net, eager, batch = Hooked(), Hooked(), (batches()[0],)
+    plan = sw.plan(net, batch, devices=1, micro_batches=micro_batches)
+    planned = sw.parallelize(net, plan)
+    for _ in range(3):
+        for each in (planned, eager):
+            each.zero_grad()
+        planned.train_step(*batch)
+        eager(*batch).backward()
+        torch.testing.assert_close(planned.first.weight.grad, eager.first.weight.grad)
+
+
 def test_check_compares_calls_from_the_same_state() -> None:
     net, batch = Counter(), (batches()[0],)
     assert sw.check(net, batch, None, sw.plan(net, batch, devices=2)).passes()

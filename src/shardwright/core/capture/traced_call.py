@@ -168,8 +168,9 @@ class TracedCall:
         )
 
     def changes_objects(self) -> bool:
-        """Return whether the call changes Python objects other than buffers of the model."""
-        return bool(self._changes_besides_buffers())
+        """Return whether the call changes Python objects other than buffers of the model, or
+        registers hooks on tensors."""
+        return self.dynamo.registers_hooks or bool(self._changes_besides_buffers())
 
     def _changes_besides_buffers(self) -> list[ChangedObject]:
         """Return the changes of Python objects other than buffers of the model."""

@@ -179,12 +179,15 @@ class DynamoCapture:
         changes: objects that existed before the call and that the call changes.
         impure_caches: names of functions under `functools.lru_cache` that behave differently
             without their cache. Dynamo traces into these functions as if they had no cache.
+        registers_hooks: whether the call registers hooks on tensors that existed before, such as
+            parameters.
     """
 
     output: CaptureOutput
     function: FunctionType
     changes: tuple[ChangedObject, ...]
     impure_caches: tuple[str, ...]
+    registers_hooks: bool = False
 
     @classmethod
     def of(
@@ -205,11 +208,13 @@ class DynamoCapture:
             TorchDynamoException: if Dynamo cannot trace the function as one graph.
         """
         changes: list[ChangedObject] = []
+        hooks: list[object] = []
         cached = CachedFunctionCalls()
         emit = SideEffects.codegen_update_mutated
 
         def recorded(self: SideEffects, *args: Any, **kwargs: Any) -> None:
-            changes[:] = find_changed_objects(self)  # Dynamo forgets them once the code is written.
+            # Dynamo forgets them once the code is written.
+            changes[:], hooks[:] = find_changed_objects(self), self.tensor_hooks.values()
             replay_all_contents(self)
             emit(self, *args, **kwargs)
 
@@ -236,7 +241,7 @@ class DynamoCapture:
         variables = traced.__globals__
         # A global variable of the function's own module, which Dynamo's source does not name.
         located = [replace(c, value=variables) if c.value is None else c for c in changes]
-        return cls(output, traced, tuple(located), tuple(cached.impure))
+        return cls(output, traced, tuple(located), tuple(cached.impure), bool(hooks))
 
     @property
     def graph_module(self) -> fx.GraphModule | None:
