@@ -105,13 +105,15 @@ class Execution(ModelCalls):
         loss = loss_of(graph)
         self.random_step += 1
         if python is None or not python.depends_on_calls:
-            return self._run_step(step_call, {}).loss
+            results = self._run_step(step_call, {})
+            self._add_gradients(step_call, results)
+            return results.loss
         names = [leaf.name if isinstance(leaf, Value) else "" for leaf in graph.outputs]
-        stored, losses = frozenset(names[index] for index in python.stored), list[Tensor]()
+        stored, steps = frozenset(names[index] for index in python.stored), list[StepResults]()
 
         def program(constants: Mapping[str, Tensor]) -> ProgramResults:
             results = self._run_step(step_call, constants, stored)
-            losses.append(results.loss)
+            steps.append(results)
             outputs = self._assemble_outputs(step_call.bound.step, results.outputs, stored)
             outputs.setdefault(loss.name, results.loss)
             missing = Unavailable(
@@ -129,7 +131,9 @@ class Execution(ModelCalls):
         with renumbered_forward_hooks(self._state.modules_with_added_hooks):
             self._python.run(python, program, step_call.call)
         self._state.forget_removed_hooks()
-        return losses[0]
+        # After the Python code, which may have registered hooks on parameters.
+        self._add_gradients(step_call, steps[0])
+        return steps[0].loss
 
     def _run_step(
         self,
@@ -137,7 +141,7 @@ class Execution(ModelCalls):
         constants: Mapping[str, Tensor],
         outputs: frozenset[str] = frozenset(),
     ) -> StepResults:
-        """Run a training step, and accumulate its gradients in the parameters.
+        """Run a training step, without adding its gradients to those of the parameters.
 
         Args:
             step_call: the step, with the arguments of the call.
@@ -158,9 +162,12 @@ class Execution(ModelCalls):
         ):
             results = bound.step.train(inputs)
         self._guard.check_step()
-        add_gradients(parameters, results.gradients)
         bound.tensors.write(results.buffers)
         return results
+
+    def _add_gradients(self, step_call: StepCall, results: StepResults) -> None:
+        """Accumulate the gradients of a training step in the parameters."""
+        add_gradients(step_call.bound.tensors.parameters, results.gradients)
 
     def _make_step_inputs(
         self,
