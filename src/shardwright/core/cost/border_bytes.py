@@ -26,6 +26,7 @@ def received_bytes(chunk: Chunk) -> int:
 
 
 def local_bytes(value: Value, chunk: Chunk, dtype: torch.dtype) -> int:
+    """Return the bytes on a device of a parameter, buffer or input of `chunk` in `dtype`."""
     layout = initial_layout(value, chunk.mesh, chunk.decisions)
     return prod(layout.shard_shape(value.shape)) * dtype.itemsize
 
