@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -101,6 +102,29 @@ def test_train_step_changes_state_once() -> None:
     for _ in range(3):
         torch.testing.assert_close(planned.train_step(*batch), eager(*batch).detach())
     assert planned.calls == eager.calls == 3
+
+
+class Recording(Net):
+    """Keeps its state in a namespace."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.record = SimpleNamespace(calls=0, spread=None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.hidden(x)
+        self.record.calls += 1
+        self.record.spread = hidden.detach().square().mean()
+        return hidden.square().mean() * self.record.calls
+
+
+def test_a_namespace_changes_in_each_call() -> None:
+    net, eager, batch = Recording(), Recording(), (batches()[0],)
+    planned = sw.parallelize(net, sw.plan(net, batch, devices=1))
+    for _ in range(3):
+        torch.testing.assert_close(planned(*batch), eager(*batch))
+        assert planned.record.calls == eager.record.calls
+        torch.testing.assert_close(planned.record.spread, eager.record.spread)
 
 
 class Hooked(Net):

@@ -42,7 +42,10 @@ from torch._dynamo.variables.misc import (
 )
 from torch._dynamo.variables.nn_module import record_nn_module_stack
 
-from shardwright.core.torch_internals.dynamo_attributes import guarding_missing_attributes
+from shardwright.core.torch_internals.dynamo_attributes import (
+    assigning_to_namespaces,
+    guarding_missing_attributes,
+)
 from shardwright.core.torch_internals.dynamo_caches import CachedFunctionCalls
 from shardwright.core.torch_internals.dynamo_containers import (
     replay_all_contents,
@@ -230,6 +233,7 @@ class DynamoCapture:
             patch.object(SideEffects, "codegen_update_mutated", recorded),
             cached.recording(),
             guarding_missing_attributes(),
+            assigning_to_namespaces(),
             tracing_existing_containers(),
             patch.object(NumpyVariable, "call_function", trace_numpy_call),
             patch.object(TensorVariable, "method_numpy", trace_conversion_to_numpy),

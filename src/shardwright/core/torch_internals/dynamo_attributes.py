@@ -1,7 +1,8 @@
-"""Guards on missing attributes in a trace of TorchDynamo.
+"""Attributes of objects in a trace of TorchDynamo: guards on missing ones, and assignments.
 
 PyTorch 2.13 guards on the result of `hasattr`, but not on an `AttributeError`, which `forward` may
-catch to create the attribute in its first call.
+catch to create the attribute in its first call. It traces an assignment only if the class inherits
+`__setattr__` from `object`; `SimpleNamespace` has an equal method of its own.
 """
 
 from __future__ import annotations
@@ -9,12 +10,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 from torch._dynamo.exc import ObservedAttributeError
 from torch._dynamo.guards import GuardBuilder, install_guard
-from torch._dynamo.variables import UserDefinedClassVariable, UserDefinedObjectVariable
+from torch._dynamo.variables import (
+    UserDefinedClassVariable,
+    UserDefinedObjectVariable,
+    user_defined,
+)
 
 
 @contextmanager
@@ -42,3 +48,15 @@ def _patch_attribute_reads(variable_type: type) -> Any:
             raise
 
     return patch.object(variable_type, "var_getattr", guarded)
+
+
+@contextmanager
+def assigning_to_namespaces() -> Iterator[None]:
+    """Context manager in which Dynamo traces assignments to attributes of a `SimpleNamespace`."""
+    is_standard = user_defined.is_standard_setattr
+
+    def accepts(method: object) -> bool:
+        return is_standard(method) or method is SimpleNamespace.__setattr__
+
+    with patch.object(user_defined, "is_standard_setattr", accepts):
+        yield
