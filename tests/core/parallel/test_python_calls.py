@@ -148,6 +148,16 @@ def test_hooks_of_parameters_are_registered_in_each_step(micro_batches: int) -> 
         torch.testing.assert_close(planned.first.weight.grad, eager.first.weight.grad)
 
 
+def test_check_refuses_hooks_that_simulated_ranks_would_not_register() -> None:
+    net, batch = Hooked(), (batches()[0],)
+    plan = sw.plan(net, batch, devices=2)
+    with pytest.raises(sw.PlanError, match=r"registers hooks .*\n.*before `plan`"):
+        sw.check(net, batch, None, plan)
+    net.forward = lambda x: net.hidden(x).square().mean()  # type: ignore[method-assign]
+    net.first.weight.register_hook(lambda gradient: 2 * gradient)  # type: ignore[no-untyped-call]
+    assert sw.check(net, batch, None, sw.plan(net, batch, devices=2)).passes()
+
+
 def test_check_compares_calls_from_the_same_state() -> None:
     net, batch = Counter(), (batches()[0],)
     assert sw.check(net, batch, None, sw.plan(net, batch, devices=2)).passes()

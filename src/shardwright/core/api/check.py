@@ -184,8 +184,9 @@ def check(
         CaptureError: if `args` is not a tuple, or `kwargs` not a mapping of names.
         StrategyError: if the loss is not a sum or mean over the plan's micro-batches.
         PlanError: if the plan is for another model, `net` is planned, parameters are uninitialized,
-            a process group is running, the module fails in float64, or an operator draws random
-            numbers without the tag `nondeterministic_seeded`.
+            a process group is running, the module fails in float64, `forward` registers hooks on
+            parameters, or an operator draws random numbers without the tag
+            `nondeterministic_seeded`.
     """
     check_module(net)
     check_arguments(args, kwargs)
@@ -197,6 +198,13 @@ def check(
     if captured is None or (means and captured.whole_batch is None):
         captured = _capture_micro_batch(net, args, kwargs, plan, plan.computed_in)
     plan.check_fits(captured)
+    if captured.python is not None and captured.python.capture.registers_hooks:
+        raise PlanError(
+            "`sw.check` cannot compare this model: `forward` registers hooks on parameters, in the"
+            " Python code around the program, which simulated ranks do not run\n"
+            "to check the model, register them before `plan`, outside of `forward`; training"
+            " calls them either way"
+        )
     if means:
         check_loss_of_batch(captured, plan.pipeline.micro_batches)
     values, call = _collect_initialized_tensors(net), (args, kwargs)
