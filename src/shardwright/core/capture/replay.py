@@ -7,7 +7,8 @@ their `backward`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from shardwright.core.capture.annotations import checkpoint_annotation
 from shardwright.core.capture.autograd_functions import traced
 from shardwright.core.capture.naming import line_of
 from shardwright.core.capture.number_promotion import NumberPromotion
+from shardwright.core.graph.host_numbers import numbers_of_body
 from shardwright.core.torch_internals import pytree
 from shardwright.core.torch_internals.operators import HigherOrderOperator
 from shardwright.errors import CaptureError
@@ -28,6 +30,9 @@ _INLINED = {"wrap": 1, "wrap_activation_checkpoint": 1, "invoke_subgraph": 2}
 """Higher-order operators that only call a sub-graph: position of the sub-graph's first argument, by
 name."""
 
+_INTERPRETED = {**_INLINED, "tag_activation_checkpoint": 1, "autograd_function_apply": 2}
+"""The same for all higher-order operators whose sub-graphs are interpreted, with their numbers."""
+
 
 class GraphReplay(fx.Interpreter):
     """Interpreter that runs Dynamo's graph, so that another tracer can record its operators.
@@ -36,6 +41,8 @@ class GraphReplay(fx.Interpreter):
         graph_module: Dynamo's graph; metadata of its nodes names modules and lines of user code.
         annotations: tags of all operators.
         replaced: values of nodes, which are used instead of running the nodes.
+        numbers: placeholders of a sub-graph that are Python numbers in the user's code, for which
+            tensors without dimensions are passed.
     """
 
     def __init__(
@@ -43,8 +50,10 @@ class GraphReplay(fx.Interpreter):
         graph_module: fx.GraphModule,
         annotations: Mapping[str, Any] | None = None,
         replaced: Mapping[fx.Node, Any] | None = None,
+        numbers: Collection[fx.Node] = (),
     ) -> None:
         super().__init__(graph_module, garbage_collect_values=False)
+        self.numbers = numbers_of_body(graph_module.graph, numbers)
         self._annotations = dict(annotations or {})
         self._replaced = dict(replaced or {})
 
@@ -59,8 +68,12 @@ class GraphReplay(fx.Interpreter):
             n.meta["custom"] = {**self._annotations, **n.meta.get("custom", {})}
         self._node = n
         # The output passes numbers on without computing with them.
-        replaced = map(self._replaced.get, n.all_input_nodes if n.op != "output" else ())
-        numbers = {id(number) for number in replaced if number is not None}
+        read = n.all_input_nodes if n.op != "output" else []
+        numbers = {id(self.env[i]) for i in read if i in self._replaced or i in self.numbers}
+        numbers.discard(id(None))
+        # Sub-graphs have numbers as inputs, too.
+        if n in self.numbers or _get_function_name(n.target) in _INTERPRETED:
+            numbers = set()
         with traceback.set_current_meta(n):
             return self._run_with_numbers(n, numbers) if numbers else super().run_node(n)
 
@@ -79,6 +92,9 @@ class GraphReplay(fx.Interpreter):
         return promotion.result(getattr(self, n.op)(n.target, args, kwargs))
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        # Tensors of integers would be divided in single precision.
+        if target is operator.truediv and self._node in self.numbers:
+            args = tuple(each.double() if isinstance(each, Tensor) else each for each in args)
         name = _get_function_name(target)
         if name.endswith(_ENTERS_TRANSFORM):
             # Within transforms, Dynamo omits the `backward` of custom autograd functions.
@@ -117,6 +133,8 @@ class GraphReplay(fx.Interpreter):
         return super().call_function(target, args, kwargs)
 
     def call_method(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target == "item" and self._node in self.numbers:
+            return args[0]  # The tensor stands for its number.
         if target == "to" and _is_no_op_conversion(*args, **kwargs):
             # Tracing the call would record the parameter as the result of a detached operator.
             return args[0]
@@ -132,12 +150,28 @@ class GraphReplay(fx.Interpreter):
                     "(`checkpoint(…, use_reentrant=True)`)\npass `use_reentrant=False`"
                 )
             annotations = {**self._annotations, **checkpoint_annotation()}
-            return GraphReplay(args[0], annotations).run(*args[1:])
+            numbers = self._numbers_passed_to(args[0], 1)
+            return GraphReplay(args[0], annotations, numbers=numbers).run(*args[1:])
         if name in _INLINED:
-            return GraphReplay(args[0], self._annotations).run(*args[_INLINED[name] :])
+            numbers = self._numbers_passed_to(args[0], _INLINED[name])
+            replay = GraphReplay(args[0], self._annotations, numbers=numbers)
+            return replay.run(*args[_INLINED[name] :])
         if name == "autograd_function_apply":
-            return _call_autograd_function(args[0], args[1], args[2:], line_of(self._node))
+            body, backward, *tensors = args
+            numbers = self._numbers_passed_to(body, 2)
+            return _call_autograd_function(body, backward, tensors, numbers, line_of(self._node))
         return super().call_function(target, args, kwargs)
+
+    def _numbers_passed_to(self, body: fx.GraphModule, first: int) -> list[fx.Node]:
+        """Return the placeholders of a sub-graph for which the current node passes numbers.
+
+        Args:
+            body: the sub-graph.
+            first: position of its first argument in those of the node.
+        """
+        placeholders = (node for node in body.graph.nodes if node.op == "placeholder")
+        passed = zip(placeholders, self._node.args[first:], strict=True)
+        return [p for p, node in passed if node in self._replaced or node in self.numbers]
 
 
 def _is_no_op_conversion(tensor: Tensor, *args: Any, **kwargs: Any) -> bool:
@@ -175,33 +209,46 @@ def _get_function_name(target: Any) -> str:
 
 
 def _call_autograd_function(
-    forward: fx.GraphModule, backward: fx.GraphModule, tensors: Sequence[Any], line: str
+    forward: fx.GraphModule,
+    backward: fx.GraphModule,
+    tensors: Sequence[Any],
+    numbers: Collection[fx.Node],
+    line: str,
 ) -> Any:
     """Call a custom autograd function whose forward and backward graphs Dynamo has traced.
 
     Args:
         forward, backward: Dynamo's graphs.
         tensors: inputs of the forward graph.
+        numbers: placeholders of the forward graph that are Python numbers in the user's code.
         line: the user's line that calls the function, for errors, as Dynamo does not record the
             class.
     """
 
+    output = next(node for node in reversed(forward.graph.nodes) if node.op == "output")
+    all_numbers = numbers_of_body(forward.graph, numbers)
+    placeholders = [node for node in backward.graph.nodes if node.op == "placeholder"]
+    # The backward graph's last inputs are what the forward graph returns for it.
+    saved = zip(reversed(placeholders), reversed(output.args[0][1]), strict=False)
+    saved_numbers = [placeholder for placeholder, node in saved if node in all_numbers]
+
     class Traced(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *inputs: Any) -> Any:
-            result, ctx.saved_for_graph = GraphReplay(forward).run(*inputs)
+            result, ctx.saved_for_graph = GraphReplay(forward, numbers=numbers).run(*inputs)
             return result[0] if isinstance(result, (tuple, list)) and len(result) == 1 else result
 
         @staticmethod
         def backward(ctx: Any, *gradients: Any) -> Any:
-            return GraphReplay(backward).run(*gradients, *ctx.saved_for_graph)
+            replay = GraphReplay(backward, numbers=saved_numbers)
+            return replay.run(*gradients, *ctx.saved_for_graph)
 
     Traced.__qualname__ = line
     differentiable = any(isinstance(each, Tensor) and each.requires_grad for each in tensors)
     if not (torch.is_grad_enabled() and differentiable):
         with torch.no_grad():
             # The forward graph returns (results, tensors for the backward graph).
-            result = GraphReplay(forward).run(*tensors)[0]
+            result = GraphReplay(forward, numbers=numbers).run(*tensors)[0]
         return result if isinstance(result, (tuple, list)) else (result,)
     result = traced(Traced, tensors, {})
     return result if isinstance(result, tuple) else (result,)

@@ -204,6 +204,11 @@ def _is_python_number(node: fx.Node) -> bool:
     return _is_symbolic_number(node) or (is_float and bool(node.users) and all(items))
 
 
+def numbers_of_body(graph: fx.Graph, inputs: Collection[fx.Node]) -> frozenset[fx.Node]:
+    """Return the nodes of a sub-graph that are numbers if its placeholders `inputs` are."""
+    return frozenset((*inputs, *_find_operations_on_numbers(inputs, graph)))
+
+
 def _is_number_read_by_operator(
     number: fx.Node, numbers: Collection[fx.Node], output: fx.Node
 ) -> bool:

@@ -62,6 +62,8 @@ class PythonCalls:
         self._template = template
         self._device = device
         self._changing_numbers: frozenset[str] = frozenset()
+        # Those that were constants in the latest capture, as operators need their values.
+        self._constant_numbers: frozenset[str] = frozenset()
 
     def of_copy(self, module: nn.Module, template: nn.Module) -> PythonCalls:
         """Return an executor of captured Python code for `module`, a copy of the planned module."""
@@ -122,8 +124,8 @@ class PythonCalls:
         if num_programs == MAX_PROGRAMS:
             raise PlanError(
                 f"`forward` of {type(self._module).__name__} depends on Python state that differs"
-                f" between calls: {guard}\nkeep it in a tensor (`register_buffer`), or pass it as"
-                " an argument"
+                f" between calls: {guard}\nkeep it in a tensor (`register_buffer`), or pass a"
+                " tensor as an argument"
             )
         self._changing_numbers |= last_program.guards.changed_numbers(self._module, *call)
         log.info("another program is needed, as this no longer holds: %s", guard)
@@ -148,21 +150,38 @@ class PythonCalls:
             _fill_in_tensors_of_other_stages(module, self._template),
         ):
             try:
-                return capture_python(captured, compute_dtype, self._changing_numbers)
-            except CaptureError:
-                if not self._changing_numbers:
-                    raise
-            # Dynamo, and the user's code that it runs, may raise any error.
-            except Exception as error:
-                if not self._changing_numbers:
-                    raise _make_capture_error(error, module) from error
-            # A number may be a size or decide a branch: it stays a constant.
-            try:
-                return capture_python(captured, compute_dtype)
+                return self._capture_with_numbers(captured, compute_dtype)
             except CaptureError:
                 raise
+            # Dynamo, and the user's code that it runs, may raise any error.
             except Exception as error:
                 raise _make_capture_error(error, module) from error
+
+    def _capture_with_numbers(
+        self, captured: CapturedCall, compute_dtype: torch.dtype | None
+    ) -> Graph:
+        """Capture a call with as many changing numbers as possible as inputs of the program.
+
+        A number that is a size or decides a branch cannot be an input. It stays a constant, and its
+        next value needs another program; all other numbers can be inputs nevertheless.
+        """
+        numbers = self._changing_numbers
+        for inputs in dict.fromkeys((numbers, numbers - self._constant_numbers)):
+            graph = _try_capture(captured, compute_dtype, inputs) if inputs else None
+            if graph is not None:
+                self._constant_numbers = numbers - inputs
+                return graph
+        latest_graph: Graph | None = None
+        inputs = frozenset()
+        # In one order, so that all ranks make the same program.
+        for number in sorted(numbers) if len(numbers) > 1 else ():
+            graph = _try_capture(captured, compute_dtype, inputs | {number})
+            if graph is not None:
+                latest_graph, inputs = graph, inputs | {number}
+        self._constant_numbers = numbers - inputs
+        if latest_graph is not None:
+            return latest_graph
+        return capture_python(captured, compute_dtype)
 
     def run(self, python: PythonCall, program: ConstantsProgram, call: Call) -> Any:
         """Run the captured Python code of a call; `program` replaces the tensor operations."""
@@ -192,6 +211,18 @@ class PythonCalls:
             name: _gather_unless_differentiable(tensor).to(self._device)
             for name, tensor in constants.items()
         }
+
+
+def _try_capture(
+    captured: CapturedCall, compute_dtype: torch.dtype | None, numbers: frozenset[str]
+) -> Graph | None:
+    """Capture a call with `numbers` as inputs of the program; None if that is impossible."""
+    try:
+        return capture_python(captured, compute_dtype, numbers)
+    # Dynamo, and the user's code that it runs, may raise any error.
+    except Exception as error:
+        log.debug("%s cannot be inputs: %s", ", ".join(sorted(numbers)), error)
+        return None
 
 
 @contextmanager

@@ -8,6 +8,7 @@ effects and rebuilds the function's result, and guards on all Python state that 
 from __future__ import annotations
 
 import inspect
+import re
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -126,6 +127,9 @@ def _with_capture_options(numbers: frozenset[str]) -> Iterator[None]:
         yield
 
 
+_GUARD_TEXT = re.compile(r"(.*?)\s+# (.*?)\s+# (?:.*/)?([^/]+:\d+) in \S+")
+_LOCAL_VARIABLE = re.compile(r"L\['(\w+)'\]")
+
 Traced = TypeVar("Traced", bound=Callable[..., Any])
 
 
@@ -222,6 +226,14 @@ class DynamoCapture:
             emit(self, *args, **kwargs)
 
         call_module = UnspecializedNNModuleVariable.call_function
+        wrap_float = builder.VariableBuilder.wrap_symfloat
+
+        def wrapped_float(self: Any, value: Any) -> Any:
+            # Also for a custom autograd function that is the first to read the float: in its own
+            # sub-graph, Dynamo could not pass the number to others.
+            output = self.tx.output
+            with patch.object(output, "tracers", output.tracers[:1]):
+                return wrap_float(self, value)
 
         def called_module(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
             if id(self.value) in module_calls:
@@ -239,6 +251,7 @@ class DynamoCapture:
             patch.object(TensorVariable, "method_numpy", trace_conversion_to_numpy),
             patch.object(DebuggingVariable, "call_function", print_after_graph),
             patch.object(UnspecializedNNModuleVariable, "call_function", called_module),
+            patch.object(builder.VariableBuilder, "wrap_symfloat", wrapped_float),
         ):
             output = fullgraph_capture(function, args, dict(kwargs))
         traced, _ = get_traced_fn(function)
@@ -400,11 +413,11 @@ class Guards:
     def first_failing_guard(
         self, owner: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> str:
-        """Return the first guard that fails for a call, as Python code; empty if all guards
-        hold."""
+        """Return the first guard that fails for a call, as Python code, and the user's line;
+        empty if all guards hold."""
         scope = self.capture.scope(owner, args, kwargs)
         checks = self.manager.guard_manager.check_verbose(scope).verbose_code_parts
-        return str(checks[0]) if checks else ""
+        return _describe_guard(str(checks[0])) if checks else ""
 
     def changed_numbers(
         self, owner: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -420,6 +433,19 @@ class Guards:
             for source, value in self.constants.items()
             if type(now := _evaluate_dynamo_source(source, scope)) is type(value) and now != value
         )
+
+
+def _describe_guard(text: str) -> str:
+    """Return a guard in the form `self.steps == 7` (train.py:12: `self.steps += 1`).
+
+    Args:
+        text: the guard as Dynamo prints it: its code, the user's line, and the last characters of
+            the path of the user's file.
+    """
+    match = _GUARD_TEXT.fullmatch(text.strip())
+    code, line, file = match.groups() if match else (text.strip(), "", "")
+    code = _LOCAL_VARIABLE.sub(r"\1", code)
+    return f"`{code}` ({file}: `{line}`)" if match else f"`{code}`"
 
 
 def _evaluate_dynamo_source(source: str, scope: dict[str, Any]) -> Any:
