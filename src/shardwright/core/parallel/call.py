@@ -19,6 +19,10 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments of a call."""
 
 
+NUMBERS = (int, float)
+"""Types of Python numbers; booleans are modes rather than numbers."""
+
+
 def argument_key(leaf: Any) -> Any:
     """Return the cache key of an argument: shape, dtype and requires_grad of a tensor, or the type
     and value of another object.
@@ -116,6 +120,17 @@ class PlannedCall:
                 self._planned_index.get(path) for path in self._list_argument_paths(spec)
             ]
         return self._planned_indices[spec]
+
+    def numbers(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, float]:
+        """Return the Python numbers among the arguments of a call, by name."""
+        flat, _ = pytree.tree_flatten_with_path(self._name_arguments(args, kwargs))
+        named = ((pytree.keystr(path), leaf) for path, leaf in flat)
+        # `['scale']` for an argument `scale`, `['options']['scale']` for an entry of one.
+        return {
+            path.removeprefix("['").replace("']", "", 1): leaf
+            for path, leaf in named
+            if type(leaf) in NUMBERS
+        }
 
     def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Check that the tensors of a call match the tensors of the planned call.

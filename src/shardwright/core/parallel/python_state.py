@@ -29,6 +29,7 @@ from shardwright.core.capture.attributes import (
 )
 from shardwright.core.capture.global_variables import GLOBALS
 from shardwright.core.misuse.calls_of_parts import explains_calls
+from shardwright.core.parallel.call import NUMBERS
 from shardwright.core.parallel.unavailable import Unavailable
 from shardwright.core.torch_internals import pytree
 from shardwright.core.torch_internals.hooks import (
@@ -232,6 +233,12 @@ class PythonState:
             buffers = own_buffers(self._by_path[path])
             # Shapes and branches may depend on their values.
             own_buffers(child).update({n: b for n, b in buffers.items() if b is not None})
+
+    def numbers(self) -> dict[str, float]:
+        """Return the Python numbers in watched attributes, by name."""
+        watched = (p for p in self._names if not p[0].startswith(BUFFERS))
+        values = {f"{p[0]}.{p[1]}".lstrip("."): variable(self._by_path, *p) for p in watched}
+        return {name: value for name, value in values.items() if type(value) in NUMBERS}
 
     def _map_ids_to_template_copies(self, template: nn.Module) -> dict[int, Any]:
         """Return the modules and parameters of `template`, by the `id()` of the corresponding

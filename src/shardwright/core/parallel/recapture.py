@@ -21,10 +21,11 @@ from shardwright.core.micro_batches.whole_batch import with_whole_batch
 from shardwright.core.misuse.calls_of_parts import leave_calls_of_parts
 from shardwright.core.misuse.original import OriginalModel
 from shardwright.core.misuse.planned_parameters import PlannedParameters
-from shardwright.core.parallel.call import PlannedCall, argument_key
+from shardwright.core.parallel.call import NUMBERS, PlannedCall, argument_key
 from shardwright.core.parallel.python_calls import PythonCalls
 from shardwright.core.parallel.python_state import PythonState
 from shardwright.core.parallel.reachable_python import ReachablePython
+from shardwright.core.parallel.repeated_captures import RepeatedCaptures
 from shardwright.core.parallel.train_step import check_loss_of_batch
 from shardwright.core.partition.decisions import adapt_decisions
 from shardwright.core.partition.fold_axes import fold_axes, split_axes
@@ -92,6 +93,7 @@ class Recapture:
         # As `_make_module_state_key`: no parameter frozen since planning, no autocast region.
         self._planned_state = self._state.key(), (), (None, torch.get_default_dtype())
         self._captures = Captures(graph, (self._planned_state, 0))
+        self._repeated_captures = RepeatedCaptures()
         self._filled: dict[str, str] = {}
 
     @property
@@ -186,6 +188,12 @@ class Recapture:
         for name, parameter, *_ in self._parameters_as_planned.all:
             template.get_parameter(name).requires_grad_(parameter.requires_grad)
         leaves, spec = pytree.tree_flatten((args, kwargs))
+        numbers = self._planned_call.numbers(args, kwargs)
+        shapes = tuple(argument_key(leaf) for leaf in leaves if type(leaf) not in NUMBERS)
+        self._repeated_captures.record(
+            (spec, shapes, self.module.training, torch.is_grad_enabled()),
+            {**numbers, **self._state.numbers()},
+        )
 
         # Only a comparison with the graph of a larger batch shows which constants depend on its
         # size.

@@ -1,0 +1,49 @@
+"""Warning about Python numbers of which each new value captures a planned model again."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Hashable, Mapping
+
+log = logging.getLogger(__name__)
+
+MAX_CAPTURES = 8
+"""Number of captures for different values of a number after which a warning is logged."""
+
+
+class RepeatedCaptures:
+    """The Python numbers of the calls for which a planned model has been captured again.
+
+    A number among the arguments, or in an attribute, is a constant of the program. A coefficient
+    that is set in each step would silently capture the model in each step.
+    """
+
+    def __init__(self) -> None:
+        self._captured: dict[Hashable, list[dict[str, float]]] = {}
+        self._has_warned = False
+
+    def record(self, shapes: Hashable, numbers: Mapping[str, float]) -> None:
+        """Record a capture, and warn once if a number had a new value in each of many.
+
+        Args:
+            shapes: what programs depend on besides numbers: shapes, modes.
+            numbers: the numbers among the arguments and in attributes, by name.
+        """
+        if self._has_warned:
+            return
+        captured = self._captured.setdefault(shapes, [])
+        captured.append(dict(numbers))
+        if len(captured) < MAX_CAPTURES:
+            return
+        changing = [
+            name for name in numbers if len({each.get(name) for each in captured}) == len(captured)
+        ]
+        if changing:
+            self._has_warned = True
+            log.warning(
+                "the model was captured %d times, once for each value of %s, which every call"
+                " repeats\nuse a tensor, which needs no further capture: pass `torch.tensor(0.5)`"
+                " as the argument, or plan with a buffer (`register_buffer`) and set it by `fill_`",
+                len(captured),
+                ", ".join(f"`{name}`" for name in changing),
+            )
