@@ -274,6 +274,10 @@ TENSORS = (
         "whether this thread traces, while `torch.compiler.is_compiling()` is of the process",
     ),
     PrivateName(
+        "torch.compiler._is_compiling_flag",
+        "lets transformers register a class that it skips while a model is traced",
+    ),
+    PrivateName(
         "torch._dynamo.variables.UserDefinedDictVariable._base_vt",
         "the entries of an `OrderedDict` in a trace, whose order is replayed",
     ),

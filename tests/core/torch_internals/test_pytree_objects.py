@@ -7,6 +7,7 @@ import pickle
 from collections import OrderedDict, UserDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -255,3 +256,32 @@ def test_modules_tensors_and_enumerations_are_no_objects_with_fields() -> None:
     pytree.register_objects(held)
     leaves = pytree.tree_leaves(held)
     assert all(leaf is other for leaf, other in zip(leaves, held, strict=True))
+
+
+def test_output_classes_of_transformers_that_forward_imports_stay_usable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("transformers")
+    (tmp_path / "late_output.py").write_text(
+        "from dataclasses import dataclass\n"
+        "from typing import Any\n"
+        "from transformers.utils import ModelOutput\n"
+        "@dataclass\n"
+        "class LateOutput(ModelOutput):\n"
+        "    logits: Any = None\n"
+        "    loss: Any = None\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+
+    class Late(Net):
+        def forward(self, x: Tensor) -> Any:
+            from late_output import LateOutput
+
+            return LateOutput(logits=self.linear(x))
+
+    eager = Late()
+    net = sw.parallelize(eager, sw.plan(eager, (X,), devices=1), copy=True)
+    # Previously the eager call failed, as the capture had registered the class.
+    result, wanted = net(X), eager(X)
+    assert type(result) is type(wanted) and list(result) == ["logits"]
+    torch.testing.assert_close(result.logits, wanted.logits)

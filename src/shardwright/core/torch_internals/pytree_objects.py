@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 
@@ -117,7 +118,10 @@ def is_registered_object(value: Any) -> bool:
 
 
 def _register_class(cls: type) -> None:
-    """Register the user's class `cls` as a pytree node that is flattened by fields."""
+    """Register the user's class `cls` as a pytree node that is flattened by fields, or as its
+    library registers it."""
+    if _is_registered_by_library(cls):
+        return
     base = find_builtin_base_class(cls)
 
     def unflatten(children: Iterable[Any], structure: Any) -> Any:
@@ -132,6 +136,24 @@ def _register_class(cls: type) -> None:
         to_dumpable_context=_convert_structure_to_json,
         from_dumpable_context=_convert_structure_from_json,
     )
+
+
+def _is_registered_by_library(cls: type) -> bool:
+    """Register a `ModelOutput` class of transformers as transformers does.
+
+    It registers such a class when the class is created or an object is built, but not while
+    tracing. An eager call would fail if the class was registered differently before.
+    """
+    model_output = getattr(sys.modules.get("transformers.utils.generic"), "ModelOutput", None)
+    if model_output is None or not issubclass(cls, model_output):
+        return False
+    is_tracing = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = False
+    try:
+        cls.__init_subclass__()
+    finally:
+        torch.compiler._is_compiling_flag = is_tracing
+    return cls in _pytree.SUPPORTED_NODES
 
 
 def _make_serialized_class_name(cls: type) -> str:
