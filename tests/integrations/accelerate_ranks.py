@@ -149,17 +149,24 @@ def local_batches_of_all_loaders_count_each_sample_once() -> None:
         # Its last rank repeats a sample.
         DataLoader(odd, size, sampler=DistributedSampler(odd, shuffle=False)),
         DataLoader(odd, size, sampler=DistributedSampler(odd, shuffle=False, drop_last=True)),
+        # Its sampler repeats a sample of the batch that it drops.
+        DataLoader(odd, size, sampler=DistributedSampler(odd, shuffle=False), drop_last=True),
     ]
-    counts = (COUNT - 2, COUNT // BATCH * BATCH, COUNT - 1, COUNT - 2)
+    counts = (COUNT - 2, COUNT // BATCH * BATCH, COUNT - 1, COUNT - 2, COUNT // BATCH * BATCH)
     for plain, count in zip(loaders, counts, strict=True):
         accelerator = Accelerator(cpu=True)
         net, prepared = prepare(accelerator, classifier(0), plain, **options)
-        found = []
+        found, objects = [], []
         for x, _ in prepared:
             assert len(x) <= BATCH // dist.get_world_size()
             net(x)
             found.append(accelerator.gather_for_metrics(x))
+            objects += accelerator.gather_for_metrics([str(row) for row in x.tolist()])
+            # One value of each rank is no sample.
+            assert len(accelerator.gather_for_metrics(x.sum())) == 2
+            assert len(accelerator.gather_for_metrics([x], use_gather_object=True)) == 2
         assert len(prepared) == len(found)
+        assert sorted(objects) == sorted(str(row) for x in found for row in x.tolist())
         wanted = samples(COUNT).tensors[0][:count]
         torch.testing.assert_close(*(torch.cat([*x]).sort(0)[0] for x in (found, wanted[None])))
     *_, prepared = prepare(

@@ -60,8 +60,12 @@ from accelerate.utils import MODEL_NAME, SAFE_MODEL_NAME, DistributedType, RNGTy
 
 from shardwright.integrations.accelerate_loaders import (  # noqa: E402
     divide_loader,
-    drop_repeated_samples,
     find_distributed_samplers,
+)
+from shardwright.integrations.accelerate_metrics import (  # noqa: E402
+    drop_repeated_samples,
+    gather_distinct_objects,
+    has_only_tensors,
 )
 
 RANDOM_FILE = "shardwright_random.json"
@@ -306,9 +310,7 @@ def _drop_repeated_shards(data: Any, shards: DataShards) -> Any:
 
     def distinct(value: Any) -> Any:
         if isinstance(value, Tensor):
-            values_of_ranks = value.chunk(world)
-            # All owners of a shard have its samples; the first is taken.
-            return torch.cat([values_of_ranks[ranks[0]] for ranks in shards.owners])
+            return torch.cat(shards.select_distinct(value.chunk(world)))
         return value
 
     return pytree.tree_map(distinct, data)
@@ -325,18 +327,15 @@ def _gather_distinct_samples(accelerator: Any, tensor: Any) -> Any:
 def _gather_distinct_samples_for_metrics(
     accelerator: Any, input_data: Any, use_gather_object: bool = False
 ) -> Any:
-    if accelerator.shardwright_shards.count == 1:
-        return _gather_full_tensors(input_data)
-    state = accelerator.gradient_state
-    samplers = find_distributed_samplers(state.active_dataloader) if state.in_dataloader else []
-    # Accelerate expects that the last samples are repeated, and not the last ones of ranks.
-    if samplers and not use_gather_object:
-        gathered = _gather_distinct_samples(accelerator, input_data)
-        return drop_repeated_samples(gathered, samplers[0]) if state.end_of_dataloader else gathered
-    # Calls `gather` above, and leaves out the samples that fill the last batch.
-    return type(accelerator).gather_for_metrics(
-        accelerator, _gather_full_tensors(input_data), use_gather_object
-    )
+    shards, state = accelerator.shardwright_shards, accelerator.gradient_state
+    full = _gather_full_tensors(input_data)
+    if shards.count == 1:
+        return full
+    last = state.active_dataloader if state.in_dataloader and state.end_of_dataloader else None
+    if use_gather_object or not has_only_tensors(full):
+        return gather_distinct_objects(full, shards, last, state.remainder)
+    gathered = _gather_distinct_samples(accelerator, full)
+    return gathered if last is None else drop_repeated_samples(gathered, last, state.remainder)
 
 
 def _reduce_distinct_samples(

@@ -9,10 +9,8 @@ from typing import Any
 
 import torch
 from accelerate.data_loader import BatchSamplerShard
-from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from shardwright.core.torch_internals import pytree
 from shardwright.errors import DataError
 from shardwright.integrations.rank_data import DataShards
 
@@ -118,18 +116,3 @@ class ShardedStream(IterableDataset[Any]):
 def find_distributed_samplers(loader: DataLoader[Any]) -> list[Any]:
     samplers = (loader.sampler, getattr(loader.batch_sampler, "sampler", None))
     return [s for s in samplers if isinstance(s, torch.utils.data.DistributedSampler)]
-
-
-def drop_repeated_samples(data: Any, sampler: Any) -> Any:
-    """Drop the samples that a `DistributedSampler` repeats, the last of each of the last ranks."""
-    repeated = sampler.total_size - len(sampler.dataset)
-
-    def distinct(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        samples = list(value.chunk(sampler.num_replicas))
-        first = len(samples) - repeated
-        return torch.cat([*samples[:first], *(of_rank[:-1] for of_rank in samples[first:])])
-
-    # None if it drops samples instead.
-    return pytree.tree_map(distinct, data) if repeated > 0 else data

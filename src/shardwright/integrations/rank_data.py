@@ -6,7 +6,7 @@ a rank loads one shard of the batch, and several ranks may load the same shard.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,6 +75,10 @@ class DataShards:
             " rank\nplan the model first and pass the plan:"
             f" `plan=sw.plan(net, batch, devices={_get_world_size()}, dataset_strategy=...)`"
         )
+
+    def select_distinct(self, values_of_ranks: Sequence[Any]) -> list[Any]:
+        """Return one value for each shard: that of the first rank that loads it."""
+        return [values_of_ranks[ranks[0]] for ranks in self.owners]
 
     def group_of_distinct_samples(self) -> dist.ProcessGroup | None:
         """Create a process group of this rank and one rank of each other shard; None for one shard.
