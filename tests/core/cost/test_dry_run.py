@@ -114,3 +114,11 @@ def test_one_micro_batch_tells_what_the_first_two_need(
     monkeypatch.setattr(meta_chunk.MetaChunk, "run_actions", twice)
     both = memory(plan.partitioned)
     assert [stage.curve for stage in once.stages] == [stage.curve for stage in both.stages]
+
+
+def test_a_model_with_a_loss_is_planned_in_a_context_of_the_meta_device() -> None:
+    with torch.device("meta"):
+        net = sw.WithLoss(nn.Linear(4, 4), nn.MSELoss())
+        plan = sw.plan(net, (torch.empty(8, 4), torch.empty(8, 4)), devices=2)
+    assert plan.memory is not None
+    assert plan.memory.peak > 0

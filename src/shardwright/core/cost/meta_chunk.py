@@ -105,7 +105,8 @@ class MetaChunk:
     received_gradients: list[Tensor | None]
     splits_backward: bool
     live_bytes: LiveBytes
-    micro_batch: Tensor = field(default_factory=lambda: torch.tensor(0))
+    # On the CPU, as `plan` may be called in a context of the meta device.
+    micro_batch: Tensor = field(default_factory=lambda: torch.tensor(0, device="cpu"))
     outputs: tuple[Tensor, ...] = ()
     inputs: list[Tensor] = field(default_factory=list)
     gradients: list[Tensor | None] = field(default_factory=list)

@@ -97,6 +97,33 @@ def scaled_dot_product_attention(op: Op) -> ShardingRule | None:
     )
 
 
+# By name, since the operator exists only after the import of `torch.nn.attention.varlen`.
+@rule_for("torch_attn._varlen_attn.default")
+def varlen_attention(op: Op) -> ShardingRule | None:
+    """Attention of packed sequences with cumulative lengths, `_ h _, _ h _, _ h _, _, _ -> _ h _, h
+    _, _`: heads can be sharded.
+
+    A shard of the rows would have other lengths. With grouped-query attention the number of shards
+    must divide the number of key-value heads.
+    """
+    arguments = call_arguments(op)
+    # Keys in pages have other dimensions.
+    if arguments["block_table"] is not None:
+        return None
+    heads: Dims = (None, "h", None)
+    dims: dict[str, Dims] = dict.fromkeys(("query", "key", "value"), heads)
+    dims |= dict.fromkeys(("cu_seq_q", "cu_seq_k", "seqused_k"), (None,))
+    return sharding_rule(
+        op,
+        input_factors(op, dims),
+        (heads, ("h", None), (None,)),
+        capacity={"h": arguments["key"].shape[1]},
+        # Without dropout, the state of random numbers is a constant on all devices.
+        complete=frozenset({"h"}),
+        main=MainFactors({"h": "H"}, weight=None),
+    )
+
+
 def _build_attention_kernel(op: Op, local: LocalSharding) -> Callable[..., Any]:
     # First, since the ring also handles queries that `s` shards within its blocks.
     if local.shard_counts.get("ring", 1) > 1:
