@@ -151,7 +151,9 @@ def shell(command: str) -> str:
     program, *arguments = shlex.split(command)
     if program == "shardwright":
         ended = python("-m", program, *arguments)
-        return without_spaces_at_ends(ended.errors[0] + ended.printed[0])
+        # On a busy machine a command takes long enough to report its progress.
+        errors = re.sub(r"^ *\d+\.\d s  .*\n", "", ended.errors[0], flags=re.MULTILINE)
+        return without_spaces_at_ends(errors + ended.printed[0])
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
     done = subprocess.run(
         command,

@@ -196,7 +196,7 @@ ProgressOption = Annotated[
     bool | None,
     typer.Option(
         "--progress/--no-progress",
-        help="Report progress on stderr; by default only on a terminal.",
+        help="Report progress on stderr; by default on a terminal, elsewhere one line per minute.",
         show_default=False,
     ),
 ]

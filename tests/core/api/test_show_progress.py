@@ -39,9 +39,22 @@ def test_a_terminal_that_wants_none_stays_empty() -> None:
 
 
 def test_what_is_no_terminal_stays_empty(capfd: pytest.CaptureFixture[str]) -> None:
-    with sw.show_progress() as told:
-        told("first")
+    for wanted in (None, False):
+        with sw.show_progress(wanted) as told:
+            told("first")
     assert capfd.readouterr() == ("", "")
+
+
+def test_the_log_of_a_long_call_has_a_line_a_minute(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    with sw.show_progress() as told:
+        for now in range(1000, 1150):
+            told(f"second {now - 1000}")
+    lines = capfd.readouterr().err.splitlines()
+    assert [line.split(" s  ")[1] for line in lines] == ["second 20", "second 80", "second 140"]
 
 
 def test_lines_are_written_where_they_are_asked_for(capfd: pytest.CaptureFixture[str]) -> None:
@@ -61,3 +74,15 @@ def test_a_notebook_without_ipywidgets_shows_lines(
     with sw.show_progress() as told:
         told("first")
     assert capfd.readouterr().err.endswith(" s  first\n")
+
+
+def test_a_log_that_cannot_be_written_does_not_end_the_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Full(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("sys.stderr", Full())
+    with sw.show_progress(True) as told:
+        told("first")
