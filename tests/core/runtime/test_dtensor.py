@@ -14,7 +14,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardwright.core.layout.layout import Layout, TensorLayout
 from shardwright.core.runtime.devices import Devices
-from shardwright.core.runtime.dtensor import from_placements, local_shard, placements
+from shardwright.core.runtime.dtensor import (
+    add_gradients,
+    from_placements,
+    local_shard,
+    placements,
+)
 from shardwright.core.torch_internals.dtensor import local_chunks
 from shardwright.errors import LayoutError
 
@@ -117,3 +122,21 @@ def test_what_fsdp_and_tensor_parallelism_make_together_is_understood():
 def test_placements_that_are_no_layout_say_why(given, text):
     with pytest.raises(LayoutError, match=text):
         from_placements(given, Layout((2, 4), ("dp", "tp")), 2)
+
+
+@pytest.mark.parametrize("rank_of_eight", [0], indirect=True)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_gradients_have_the_strides_of_their_parameter(rank_of_eight, transposed):
+    data = torch.randn(4, 3).t() if transposed else torch.randn(3, 4)
+    mesh = DeviceMesh("cpu", range(8))
+    sharded = torch.nn.Parameter(distribute_tensor(torch.randn(24, 4), mesh, [Shard(0)]))
+    alone = torch.nn.Parameter(data)
+    for parameter, local in ((alone, data), (sharded, sharded.to_local())):
+        for gradient in (torch.randn(4, 3).t(), torch.randn(1).expand(3, 4), torch.randn(3, 4)):
+            expected = gradient.clone()
+            add_gradients({"it": parameter}, {"it": gradient})
+            grad = parameter.grad if parameter is alone else parameter.grad.to_local()
+            assert torch.equal(grad, expected) and grad.stride() == local.stride()
+            # Not of one element for all.
+            assert torch.equal(grad.mul_(2), 2 * expected)
+            parameter.grad = None

@@ -151,14 +151,20 @@ class _ToLocalShardsFunction(torch.autograd.Function):
     def forward(ctx: Any, *parameters: DTensor) -> tuple[Tensor, ...]:
         # None for parameters that the backward pass does not reach, as without sharding.
         ctx.set_materialize_grads(False)
-        ctx.specs = [spec_of(p) for p in parameters]
+        shards = [local_tensor(p) for p in parameters]
+        ctx.specs = [
+            (spec_of(p), shard.stride()) for p, shard in zip(parameters, shards, strict=True)
+        ]
         # Views, since autograd treats an input that is returned unchanged as modified in place.
-        return tuple(shard.view_as(shard) for shard in map(local_tensor, parameters))
+        return tuple(shard.view_as(shard) for shard in shards)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[DTensor | None, ...]:
         pairs = zip(gradients, ctx.specs, strict=True)
-        return tuple(None if g is None else with_spec(g, spec) for g, spec in pairs)
+        return tuple(
+            None if g is None else with_spec(with_strides(g, strides), spec)
+            for g, (spec, strides) in pairs
+        )
 
 
 def local_shards(parameters: Mapping[str, Tensor], layout: DeviceMatrix) -> dict[str, Tensor]:
@@ -169,6 +175,18 @@ def local_shards(parameters: Mapping[str, Tensor], layout: DeviceMatrix) -> dict
         return dict(parameters)
     shards = _ToLocalShardsFunction.apply(*parameters.values())  # type: ignore[no-untyped-call]
     return dict(zip(parameters, shards, strict=True))
+
+
+def with_strides(gradient: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """Return the gradient of a parameter in memory of the parameter's `strides`, as autograd
+    accumulates it.
+
+    Code that reads gradients relies on it: LBFGS views them as vectors, and a gradient that is
+    expanded from one element cannot be changed in place.
+    """
+    if gradient.stride() == strides:
+        return gradient
+    return gradient.new_empty_strided(gradient.shape, strides).copy_(gradient)
 
 
 def detached_local(tensor: Tensor) -> Tensor:
@@ -197,9 +215,10 @@ def add_gradients(parameters: Mapping[str, Tensor], gradients: Mapping[str, Tens
                 # parameter.
                 detached_local(accumulated).add_(gradient)
             elif isinstance(parameter, DTensor):
-                parameter.grad = with_spec(gradient, spec_of(parameter))
+                strides = local_tensor(parameter).stride()
+                parameter.grad = with_spec(with_strides(gradient, strides), spec_of(parameter))
             else:
-                parameter.grad = gradient
+                parameter.grad = with_strides(gradient, parameter.stride())
 
 
 def placements(tensor_layout: TensorLayout) -> tuple[Placement, ...]:
