@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -52,14 +53,18 @@ def check_module(module: object) -> None:
 
 def _check_names(module: nn.Module) -> None:
     for path, owner in module.named_modules():
-        for attribute in ("_modules", "_parameters", "_buffers"):
-            for name in getattr(owner, attribute):
-                if has_control_characters(name):
-                    raise CaptureError(
-                        f"{path or 'the model'}: the name {short_repr(name)} has control characters"
-                        "\nrename it, such as `net.add_module('first', layer)`: plans, programs and"
-                        " tables have one name per line"
-                    )
+        named = (
+            owner.named_children(),
+            owner.named_parameters(recurse=False),
+            owner.named_buffers(recurse=False),
+        )
+        for name, _ in chain.from_iterable(named):
+            if has_control_characters(name):
+                raise CaptureError(
+                    f"{path or 'the model'}: the name {short_repr(name)} has control characters"
+                    "\nrename it, such as `net.add_module('first', layer)`: plans, programs and"
+                    " tables have one name per line"
+                )
 
 
 def check_arguments(args: object, kwargs: object) -> None:
