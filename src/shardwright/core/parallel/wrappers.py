@@ -9,13 +9,13 @@ from collections.abc import Iterable
 from itertools import chain
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor.parallel import style
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from shardwright.core.parallel.execution import Execution
+from shardwright.core.runtime.accelerator import num_accelerators
 from shardwright.core.runtime.adopt_optimizer import is_planned_parameter
 from shardwright.core.torch_internals.distributed import before_replicate, names_ignored_by_ddp
 from shardwright.core.torch_internals.modules import call_before
@@ -73,7 +73,7 @@ def _check_fsdp(
 def _check_data_parallel(
     _: object, module: nn.Module, device_ids: Any = None, *args: Any, **options: Any
 ) -> None:
-    count = torch.accelerator.device_count() if device_ids is None else len(device_ids)
+    count = num_accelerators() if device_ids is None else len(device_ids)
     # For one device it only calls the module.
     if count > 1:
         _refuse_planned(module, "DataParallel", allows_one_device=False)
