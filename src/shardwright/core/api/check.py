@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from html import escape
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwright.core.api.float64_module import convert_float64_errors, with_float64_copy
 from shardwright.core.api.not_distributed import check_not_planned
 from shardwright.core.api.random_operators import find_random_ops, refuse_untagged_random_operators
 from shardwright.core.api.trained_steps import (
@@ -27,16 +28,12 @@ from shardwright.core.capture.capturable import check_arguments, check_module
 from shardwright.core.capture.capture import capture
 from shardwright.core.capture.filled_caches import without_new_cached_tensors
 from shardwright.core.capture.flex_attention import flex_attention_by_operators
-from shardwright.core.capture.naming import line_of_error
-from shardwright.core.capture.outer_references import OuterReferences
-from shardwright.core.capture.reachable_state import ReachableState
 from shardwright.core.deferred import values_of
 from shardwright.core.graph.float64 import (
     CastsToFloat64,
     float64_by_default,
     graph_in_float64,
     in_float64,
-    module_in_float64,
     paired_operators,
 )
 from shardwright.core.graph.graph import Graph
@@ -58,12 +55,11 @@ from shardwright.core.plan import Plan
 from shardwright.core.planner.pipeline import Pipeline
 from shardwright.core.runtime.devices import Devices
 from shardwright.core.runtime.micro_batches import (
-    SPLIT_NOTE,
     empty_full_batch,
     micro_batch,
 )
 from shardwright.core.torch_internals import pytree
-from shardwright.errors import CaptureError, PlanError
+from shardwright.errors import PlanError
 
 ROUNDING_FACTOR, MAX_ROUNDING_DIFFERENCE = 100.0, 1e-6
 """Largest difference that counts as rounding: `ROUNDING_FACTOR` times the effect of perturbing the
@@ -230,14 +226,14 @@ def check(
         # Most models are the same in float64, so that a second capture is seldom needed.
         # An error may come from a constant of the captured dtype, which the second capture does not
         # have.
-        with suppress(PlanError), _with_float64_copy(net, values) as module:
+        with suppress(PlanError), with_float64_copy(net, values) as module:
             result = compare(graph_in_float64(captured), module, False)
             if result.passes():
                 return result
         # A capture in float64 has the constants that depend on the dtype, e.g. `finfo(dtype).eps`.
         with (
-            _with_float64_copy(net, values) as module,
-            _convert_float64_errors(plan.pipeline.micro_batches),
+            with_float64_copy(net, values) as module,
+            convert_float64_errors(plan.pipeline.micro_batches),
             CastsToFloat64(),
         ):
             double_args, double_kwargs = pytree.tree_unflatten(leaves, captured.in_spec)
@@ -247,48 +243,13 @@ def check(
         if not paired_operators(captured, double_graph):
             # The model is in another mode than planned, or was changed after planning.
             plan.check_fits(_capture_micro_batch(net, *call, plan, plan.computed_in))
-        with _with_float64_copy(net, values) as module:
+        with with_float64_copy(net, values) as module:
             return compare(graph_in_float64(captured, double_graph), module, True)
-
-
-@contextmanager
-def _with_float64_copy(net: nn.Module, values: Mapping[str, Tensor]) -> Iterator[nn.Module]:
-    """Context manager that yields a float64 copy of the model.
-
-    Inside the context, objects that refer to the model, such as closures, refer to the copy.
-    """
-    module = module_in_float64(net, values)
-    state = ReachableState(module)
-    with OuterReferences(net, module, state, follow_ids=True).leading_to_copy():
-        yield module
 
 
 def _drop_effect_outputs(graph: Graph) -> Graph:
     """Return the graph without outputs that are side effects on Python objects."""
     return replace(graph, outputs=graph.outputs[: graph.out_spec.num_leaves])
-
-
-@contextmanager
-def _convert_float64_errors(micro_batches: int) -> Iterator[None]:
-    """Context manager that converts errors of the user's module in float64 to `PlanError`.
-
-    Args:
-        micro_batches: number of micro-batches; the module is called with one micro-batch.
-    """
-    try:
-        yield
-    except PlanError:
-        raise
-    except Exception as error:
-        where = "" if isinstance(error, CaptureError) else f"{line_of_error(error)}: "
-        call_note = ""
-        if micro_batches > 1:
-            call_note = f", called with one of {micro_batches} micro-batches ({SPLIT_NOTE})"
-        raise PlanError(
-            f"`sw.check` runs the module in float64{call_note}, which failed: {where}{error}\n"
-            "use operators with a float64 kernel, and do not cache tensors of other dtypes; or "
-            "train without `sw.check`"
-        ) from error
 
 
 def _compare_training(
@@ -304,7 +265,7 @@ def _compare_training(
         micro_batch(leaves, number, count, pipeline.batch_dims) for number in range(count)
     ]
     eager = _make_eager_training(partitioned, module, leaves)
-    with _convert_float64_errors(len(eager.calls)):
+    with convert_float64_errors(len(eager.calls)):
         # First, as the run below trains the module itself.
         random_names = find_random_ops(eager)
         eager_steps, output_gradients = eager.run()

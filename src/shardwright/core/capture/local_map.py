@@ -26,7 +26,7 @@ from shardwright.core.deferred import copies_of_attributes
 from shardwright.core.graph.local_body import FunctionBody, ModuleBody, function_text
 from shardwright.core.graph.local_declaration import Declaration, Partial
 from shardwright.core.torch_internals import pytree
-from shardwright.core.torch_internals.dynamo import ModuleCall, as_one_call
+from shardwright.core.torch_internals.dynamo_module_calls import ModuleCall, as_one_call
 from shardwright.core.torch_internals.modules import memo_of_process_groups, own_buffers
 from shardwright.errors import StrategyError
 

@@ -17,23 +17,18 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib import import_module
 from types import FunctionType, MappingProxyType
-from typing import Any, TypeVar
+from typing import Any
 from unittest.mock import patch
 
 from torch import Tensor, fx
-from torch._dynamo import allow_in_graph, config
+from torch._dynamo import config
 from torch._dynamo.convert_frame import CaptureOutput, fullgraph_capture, get_traced_fn
 from torch._dynamo.hooks import Hooks
 from torch._dynamo.pgo import FrameStateSizeEntry, auto_dynamic
 from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.utils import dynamo_timed, get_metrics_context
 from torch._dynamo.variables import (
-    ConstantVariable,
-    ConstDictVariable,
-    ListVariable,
     TensorVariable,
-    TorchInGraphFunctionVariable,
-    TupleVariable,
     UnspecializedNNModuleVariable,
     builder,
 )
@@ -41,7 +36,6 @@ from torch._dynamo.variables.misc import (
     DebuggingVariable,
     NumpyVariable,
 )
-from torch._dynamo.variables.nn_module import record_nn_module_stack
 
 from shardwright.core.torch_internals.dynamo_attributes import (
     assigning_to_namespaces,
@@ -58,6 +52,7 @@ from shardwright.core.torch_internals.dynamo_library_calls import (
     trace_conversion_to_numpy,
     trace_numpy_call,
 )
+from shardwright.core.torch_internals.dynamo_module_calls import ModuleCall
 from shardwright.core.torch_internals.dynamo_side_effects import ChangedObject, find_changed_objects
 
 _OPTIONS: dict[str, Any] = {
@@ -129,48 +124,6 @@ def _with_capture_options(numbers: frozenset[str]) -> Iterator[None]:
 
 _GUARD_TEXT = re.compile(r"(.*?)\s+# (.*?)\s+# (?:.*/)?([^/]+:\d+) in \S+")
 _LOCAL_VARIABLE = re.compile(r"L\['(\w+)'\]")
-
-Traced = TypeVar("Traced", bound=Callable[..., Any])
-
-
-def as_one_call(function: Traced) -> Traced:
-    """Make Dynamo record each call of `function` as one graph node, without tracing into it.
-
-    During the trace, Dynamo calls `function` with fake tensors.
-    """
-    allowed: Traced = allow_in_graph(function)  # type: ignore[no-untyped-call]
-    return allowed
-
-
-@dataclass(frozen=True)
-class ModuleCall:
-    """A module call that Dynamo records as one graph node.
-
-    Args:
-        function: a result of `as_one_call`. Arguments: tuple of the module's positional arguments,
-            dictionary of its keyword arguments, and list of the tensors in `names`.
-        names: names of the parameters and buffers of the module that are passed.
-    """
-
-    function: Callable[..., Any]
-    names: tuple[str, ...]
-
-    def in_graph(self, module: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        """Add the module call as a node to the graph of a running trace. All arguments are objects
-        of Dynamo."""
-        keywords = {ConstantVariable.create(name): value for name, value in kwargs.items()}
-        tensors = []
-        for name in self.names:
-            tensor = module
-            # By Dynamo's own attributes, so that the tensor becomes an input of the graph.
-            for attribute in name.split("."):
-                tensor = tensor.var_getattr(tx, attribute)
-            tensors.append(tensor)
-        call = [TupleVariable(list(args)), ConstDictVariable(keywords), ListVariable(tensors)]
-        submodule, source = module.value, module.get_nn_module_stack_source()
-        # The node gets the path of the module, like the nodes of traced modules.
-        with record_nn_module_stack(str(id(submodule)), source, tx, submodule):
-            return TorchInGraphFunctionVariable(self.function).call_function(tx, call, {})
 
 
 @dataclass(frozen=True, eq=False)
