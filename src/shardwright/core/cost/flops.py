@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
 from typing import Literal
-from weakref import WeakKeyDictionary
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -87,7 +86,9 @@ class Work:
 
 def work_of(op: Op) -> Work:
     """Return the FLOPs and bytes of `op`, cached by rule and by the tensors with gradients."""
-    rule, cached = rule_of(op), _CACHED_WORK.get(op)
+    rule = rule_of(op)
+    cached: tuple[ShardingRule | None, Work] | None = op.cache.get("work_of")
+    # The rule is another one after a user has registered it.
     if cached is None or cached[0] is not rule:
         needs_gradient = tuple(value.requires_grad for value in op.inputs)
         differentiable = any(value.requires_grad for value in op.outputs)
@@ -95,13 +96,8 @@ def work_of(op: Op) -> Work:
             work = _compute_work(op, None, needs_gradient, differentiable)
         else:
             work = _cached_work(_WorkCacheKey(id(rule), needs_gradient, differentiable, rule, op))
-        cached = _CACHED_WORK[op] = rule, work
+        cached = op.cache["work_of"] = rule, work
     return cached[1]
-
-
-_CACHED_WORK: WeakKeyDictionary[Op, tuple[ShardingRule | None, Work]] = WeakKeyDictionary()
-"""Cached (sharding rule, FLOPs and bytes under this rule) of each operator; outdated when another
-rule is registered."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -71,6 +71,7 @@ def chunk_times(
     blocking: bool = False,
     optimizer: str | torch.optim.Optimizer = "adamw",
     repeats_segments: bool = False,
+    cached_times: dict[object, StepTime] | None = None,
 ) -> tuple[ChunkTime, ...]:
     """Return the predicted seconds of each chunk, which do not depend on the schedule.
 
@@ -79,23 +80,24 @@ def chunk_times(
         optimizer: name or instance of the optimizer.
         repeats_segments: whether recomputed segments run to their end, instead of to the last
             tensor that autograd needs.
+        cached_times: seconds of chunks of other plans on the same cluster, extended in place.
     """
     pipeline, chunks = partitioned.pipeline, partitioned.chunks
     model = TimeModel(cluster, partitioned.mesh, pipeline.stages)
     orthogonalized = orthogonalized_parameters(optimizer, partitioned.graph)
-    cached_times: dict[object, StepTime] = {}
+    # Schedules that split backward passes delay no weight gradients.
+    splits_backward = pipeline.schedule_spec.splits_backward
+    shared = partitioned.mesh, pipeline.stages, pipeline.micro_batches, splits_backward
+    cached_times = {} if cached_times is None else cached_times
     times = []
     for chunk in chunks:
         # Most chunks of a deep model differ only in names; these are predicted once. By name,
-        # Muon may orthogonalize the parameters of some of them only. A single chunk has no
-        # duplicates, so its key is not computed.
-        key = (
-            (chunk_key(chunk), tuple(v.name in orthogonalized for v in chunk.graph.parameters))
-            if len(chunks) > 1
-            else None
-        )
-        if key not in cached_times:
-            cached_times[key] = step_time(
+        # Muon may orthogonalize the parameters of some of them only.
+        muon = tuple(v.name in orthogonalized for v in chunk.graph.parameters)
+        key = chunk_key(chunk), muon, blocking, repeats_segments, *shared
+        time = cached_times.get(key)
+        if time is None:
+            time = cached_times[key] = step_time(
                 chunk.graph,
                 chunk.communication,
                 chunk.decisions.cuts,
@@ -106,8 +108,31 @@ def chunk_times(
                 repeats_segments=repeats_segments,
             )
         sent_bytes = chunk.border_bytes[0] if chunk.leaving else None
-        times.append(ChunkTime(cached_times[key], sent_bytes))
+        times.append(ChunkTime(time, sent_bytes))
     return tuple(times)
+
+
+def with_longer_backward(
+    times: Sequence[ChunkTime], pipeline: PipelineSpec, stage_seconds: Sequence[float]
+) -> list[ChunkTime]:
+    """Return `times` with longer backward passes, as if stages recomputed more.
+
+    Chunks of a stage share its seconds in proportion to their backward passes. Longer passes hide
+    more communication of parameters.
+
+    Args:
+        stage_seconds: further seconds per micro-batch of each stage.
+    """
+    busy = [0.0] * pipeline.stages
+    for number, each in enumerate(times):
+        busy[pipeline.stage_of(number)] += each.step.backward
+    longer = []
+    for number, each in enumerate(times):
+        stage, backward = pipeline.stage_of(number), each.step.backward
+        # A stage without a backward pass has nothing to recompute.
+        more = stage_seconds[stage] * backward / busy[stage] if busy[stage] else 0.0
+        longer.append(replace(each, step=replace(each.step, backward=backward + more)))
+    return longer
 
 
 def _chunk_seconds(
@@ -179,21 +204,6 @@ class Predicted:
     def communication(self) -> float:
         """Seconds of exposed communication within a stage in a step; the maximum over stages."""
         return max(self._sum_seconds_by_stage(lambda chunk: chunk.communication))
-
-    @property
-    def spare_seconds(self) -> float:
-        """Upper bound on the seconds of additional computation that do not lengthen the step.
-
-        This is the exposed communication of parameters, which further computation would hide, plus
-        the mean time for which stages wait for the slowest stage.
-        """
-        exposed = self._sum_seconds_by_stage(
-            lambda chunk: chunk.exposed + chunk.micro_batches * sum(chunk.exposed_per_micro_batch)
-        )
-        busy = self._sum_seconds_by_stage(
-            lambda chunk: chunk.micro_batches * (chunk.forward_seconds + chunk.backward_seconds)
-        )
-        return max(exposed) + max(busy) - sum(busy) / len(busy)
 
     def _sum_seconds_by_stage(self, chunk_seconds: Callable[[StepTime], float]) -> list[float]:
         if self.timeline is None:

@@ -143,6 +143,15 @@ class Op:
         return tuple(leaf for leaf in flat if isinstance(leaf, Value))
 
     @cached_property
+    def cache(self) -> dict[str, Any]:
+        """Results of functions of this operator in other rooms, such as its sharding rule, by the
+        name of the function.
+
+        A look-up here takes a fifth of one in a `WeakKeyDictionary`, and a search makes millions.
+        """
+        return {}
+
+    @cached_property
     def structure(self) -> Any:
         """Hashable form of `args` and `kwargs`, with shape and dtype in place of each tensor."""
         return _make_hashable_structure(self.args), _make_hashable_structure(self.kwargs)

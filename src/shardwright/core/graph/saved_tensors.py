@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -46,16 +45,13 @@ def saved_tensors(op: Op) -> SavedTensors:
     Raises:
         CaptureError: if `op` rejects its arguments. A trace may succeed nevertheless.
     """
-    if op not in _CACHED_RESULTS:
+    saved: SavedTensors | None = op.cache.get("saved_tensors")
+    if saved is None:
         # Without a differentiable input autograd records nothing.
         differentiable = any(value.differentiable for value in op.inputs)
-        _CACHED_RESULTS[op] = (
-            _run_on_fake_tensors(_OperatorKey.of(op)) if differentiable else SavedTensors()
-        )
-    return _CACHED_RESULTS[op]
-
-
-_CACHED_RESULTS: WeakKeyDictionary[Op, SavedTensors] = WeakKeyDictionary()
+        saved = _run_on_fake_tensors(_OperatorKey.of(op)) if differentiable else SavedTensors()
+        op.cache["saved_tensors"] = saved
+    return saved
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,13 @@ from shardwright.core.constraints import (
     sharded_input_axes,
 )
 from shardwright.core.cost.memory import Memory, memory
-from shardwright.core.cost.predict import Predicted, chunk_times, predict
+from shardwright.core.cost.predict import (
+    ChunkTime,
+    Predicted,
+    chunk_times,
+    predict,
+    with_longer_backward,
+)
 from shardwright.core.cost.step_time import operator_seconds
 from shardwright.core.cost.time_model import TimeModel
 from shardwright.core.layout.layout import DeviceMatrix
@@ -82,6 +88,12 @@ class Candidate:
         """Predicted step time and its parts; None without a cluster."""
         if self.options.cluster is None:
             return None
+        cluster, optimizer = self.options.resolved_cluster, self.options.optimizer
+        return predict(self.partitioned, cluster, optimizer=optimizer, times=self._chunk_times)
+
+    @property
+    def _chunk_times(self) -> Sequence[ChunkTime]:
+        """Predicted seconds of each chunk, from the cache of the model or computed."""
         cluster, pipeline = self.options.resolved_cluster, self.pipeline
         optimizer = self.options.optimizer
         key = (self.mesh, self.decisions, pipeline.chunk_of, cluster, optimizer)
@@ -92,9 +104,26 @@ class Candidate:
         times = next((value for cached_key, value in cached if cached_key == key), None)
         if times is None:
             self._report_activity("step time")
-            times = chunk_times(self.partitioned, cluster, optimizer=optimizer)
+            times = chunk_times(
+                self.partitioned,
+                cluster,
+                optimizer=optimizer,
+                cached_times=self.model.step_times(cluster),
+            )
             cached.append((key, times))
-        return predict(self.partitioned, cluster, optimizer=optimizer, times=times)
+        return times
+
+    def seconds_with_recompute(self, stage_seconds: Sequence[float]) -> float:
+        """Return the predicted seconds of a step in which stages recompute more.
+
+        Args:
+            stage_seconds: further seconds of the backward passes of a micro-batch, of each stage.
+        """
+        if not any(stage_seconds):
+            return self.seconds
+        times = with_longer_backward(self._chunk_times, self.pipeline, stage_seconds)
+        cluster, optimizer = self.options.resolved_cluster, self.options.optimizer
+        return predict(self.partitioned, cluster, optimizer=optimizer, times=times).seconds
 
     @cached_property
     def parameter_axes(self) -> int:

@@ -25,6 +25,13 @@ RECOMPUTED_BOUND = 0.99
 """Assumed lower bound on the ratio of two step times of a candidate: with the recomputation that it
 needs to fit, to with the recomputation that a memory estimate suggests."""
 
+NEARLY_FASTEST = 0.99
+"""Ratio of the step times of the fastest plan and of the answer at which the search ends.
+
+The last percent of the bounds takes as long as a fourth of the search, and predictions are less
+accurate than that.
+"""
+
 
 class CandidateFitting(SearchQueue):
     """The part of the search that determines whether candidates fit into memory."""
@@ -74,7 +81,8 @@ class CandidateFitting(SearchQueue):
         fitted = replace(
             queued.candidate, decisions=result.decisions, measured_memory=result.memory
         )
-        self.add(bound, replace(queued, candidate=fitted, fits=True), fitted.seconds)
+        entry = replace(queued, candidate=fitted, fits=True)
+        self.add(bound, entry, NEARLY_FASTEST * fitted.seconds)
 
     def _measure_without_recompute(self, queued: QueuedCandidate, bound: float) -> Candidate | None:
         """Return the candidate if it fits without recomputation; else None, after queueing it with

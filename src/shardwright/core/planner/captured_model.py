@@ -9,8 +9,10 @@ from functools import cached_property
 from shardwright.core.constraints import requested_storage
 from shardwright.core.constraints.recompute import recompute_of
 from shardwright.core.constraints.shard import Pins
+from shardwright.core.cost.cluster import Cluster
 from shardwright.core.cost.dry_run import DryRunCache
 from shardwright.core.cost.predict import ChunkTime
+from shardwright.core.cost.step_time import StepTime
 from shardwright.core.graph.graph import Graph
 from shardwright.core.layout.layout import DeviceMatrix
 from shardwright.core.partition.communication import default_storage
@@ -55,6 +57,8 @@ class CapturedModel:
         chunk_times: cached (decisions, seconds of each chunk) pairs, by numbers of stages and of
             chunks, and whether the schedule splits the backward pass. Searches often return equal
             cuts; pairs are in a list, as decisions are not hashable.
+        step_times_by_cluster: cached (cluster, seconds of each chunk by its key) pairs; clusters
+            are not hashable.
     """
 
     graph: Graph
@@ -73,6 +77,9 @@ class CapturedModel:
     chunk_times: dict[object, list[tuple[tuple[object, ...], Sequence[ChunkTime]]]] = field(
         default_factory=dict
     )
+    step_times_by_cluster: list[tuple[Cluster, dict[object, StepTime]]] = field(
+        default_factory=list
+    )
 
     @cached_property
     def recompute(self) -> Mapping[str, Recompute]:
@@ -83,6 +90,17 @@ class CapturedModel:
     def is_pinned(self) -> bool:
         """Whether the user pinned any operator or parameter."""
         return bool(self.pins.strategies or self.pins.parameters)
+
+    def step_times(self, cluster: Cluster) -> dict[object, StepTime]:
+        """Return the cache of the seconds of chunks on `cluster`, by the keys of `chunk_times`.
+
+        Candidates that differ in other chunks share them.
+        """
+        for cached_cluster, times in self.step_times_by_cluster:
+            if cached_cluster == cluster:
+                return times
+        self.step_times_by_cluster.append((cluster, {}))
+        return self.step_times_by_cluster[-1][1]
 
     def share(self, cuts: Mapping[str, Cuts]) -> SharedCuts:
         """Return the shared object for all cuts of this model that are equal to `cuts`."""

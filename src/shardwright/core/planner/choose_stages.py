@@ -83,9 +83,12 @@ def _build_stage_options(options: PlanOptions, bounds: StepBounds | None) -> Sta
     relaxed = _relax_options_for_lower_bound(options)
     if bounds is None:
         return StageOptions(options, relaxed_options=relaxed)
-    recompute_bound = partial(bounds.recompute_seconds, options)
     return StageOptions(
-        options, bounds.min_seconds(options), relaxed, recompute_bound=recompute_bound
+        options,
+        bounds.min_seconds(options),
+        relaxed,
+        recompute_bound=partial(bounds.recompute_seconds, options),
+        stage_recompute=partial(bounds.stage_recompute_seconds, options),
     )
 
 

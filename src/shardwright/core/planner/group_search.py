@@ -199,15 +199,11 @@ class GroupSearch(SearchQueue):
             min_memory: minimum bytes per device of each stage, without activations; by default the
                 minimum over all plans with `stage_options`.
         """
-        predicted = candidate.predicted
         # Without a cluster no seconds are predicted, and the order of the phases decides.
-        if predicted is None:
+        if candidate.predicted is None:
             return 0.0
-        needed = stage_options.recompute_seconds or 0.0
-        if min_memory is not None:
-            needed = stage_options.recompute_bound(min_memory)
-        # Recomputation may hide exposed communication of parameters, or fill the waits of stages.
-        return predicted.seconds + max(0.0, needed - predicted.spare_seconds)
+        needed = stage_options.stage_recompute(candidate.pipeline, min_memory)
+        return candidate.seconds_with_recompute(needed)
 
     def _queue_attempt_without_zero(
         self, bound: float, queued: QueuedOptions, attempts: list[Attempt], lowest: LowestSeconds

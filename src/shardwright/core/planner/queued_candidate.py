@@ -62,7 +62,8 @@ class RecomputeCache:
     Args:
         levels_by_cuts: recomputation levels, by device matrix, cuts, numbers of micro-batches and
             stages, and schedule.
-        blocks_by_cuts: blocks that may be recomputed, by device matrix, cuts and chunks.
+        blocks_by_cuts: blocks that may be recomputed, by device matrix, cuts and number of
+            micro-batches.
         depths_by_chunks: groups of depths of the module tree (`RecomputeBlocks.depths`), by numbers
             of micro-batches and chunks.
         measured_ratios: largest ratio of measured to estimated peak memory so far, by numbers of
@@ -86,9 +87,8 @@ class RecomputeCache:
                 dtype = graph.compute_dtype or torch.float32
                 costs = RecomputeCosts.of_cluster(options.resolved_cluster, dtype)
             chunks_key = pipeline.micro_batches, pipeline.num_chunks
-            # Schedules with equal chunks on each stage share blocks.
-            v_shaped = pipeline.schedule_spec.v_shaped
-            blocks_key = cuts_key, chunks_key, pipeline.stages, v_shaped
+            # Blocks do not depend on the division into stages.
+            blocks_key = cuts_key, pipeline.micro_batches
             # All cuts with as many chunks share depths, as each depth takes an estimate to find.
             recompute_levels = RecomputeLevels(
                 graph,

@@ -15,10 +15,14 @@
 The bound is the smallest T. Assumes that all tensors are sharded over all devices of their stage,
 so that no plan needs less memory. r is the lower convex hull over the options of all blocks
 (`search/recompute/blocks.py`), each operator cut in the fastest way for it.
+
+With a given division into stages, each stage has a curve of its own blocks, and x_s, P and A are
+those of its operators.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -54,18 +58,33 @@ class BlockOption:
 
 
 @dataclass(frozen=True)
+class EqualBlocks:
+    """Blocks with equal recomputation options.
+
+    Args:
+        members: for each block, the name of one of its operators.
+    """
+
+    options: Sequence[BlockOption]
+    members: Sequence[str]
+
+
+@dataclass(frozen=True)
 class RecomputeOptions:
     """The options to recompute the activations of each block of a model, for any batch size.
 
     Args:
-        blocks: for each depth of the module tree at which modules may be recomputed as blocks,
-            (options of a block, number of blocks with equal options) pairs.
+        blocks: for each depth of the module tree at which modules may be recomputed as blocks, the
+            groups of equal blocks.
+        saved_fractions: fraction of the model's saved activations that each operator saves, by
+            operator name.
         saved_bytes: bytes that one device would save for a micro-batch without recomputation.
         result_bytes: bytes of the results of all operators, to which `saved_bytes` is proportional
             in graphs of other batch sizes.
     """
 
-    blocks: Sequence[Sequence[tuple[Sequence[BlockOption], int]]]
+    blocks: Sequence[Sequence[EqualBlocks]]
+    saved_fractions: Mapping[str, float]
     saved_bytes: int
     result_bytes: int
 
@@ -79,15 +98,17 @@ class RecomputeOptions:
         # One device: the bound divides by devices itself, as if all tensors were sharded evenly.
         mesh = prime_mesh(1)
         decisions = Decisions({}, default_storage(graph, mesh, {}), recompute=recompute)
-        blocks = RecomputeBlocks(graph, mesh, decisions, lambda _: 0)
-        saved = sum(blocks.saved_without_blocks.values())
+        blocks = RecomputeBlocks(graph, mesh, decisions)
+        saved_by_op = blocks.saved_without_blocks
+        saved = sum(saved_by_op.values())
         by_depth = [
             # A model without gradients saves nothing.
-            _count_equal_blocks(graph, blocks.freed_and_recomputed(depth).values(), max(saved, 1))
-            for depths in blocks.depths
+            _group_equal_blocks(graph, blocks.freed_and_recomputed(depth), max(saved, 1))
+            for depths in blocks.depths()
             for depth in depths
         ]
-        return cls(by_depth, saved, result_bytes(graph))
+        fractions = {name: size / max(saved, 1) for name, size in saved_by_op.items()}
+        return cls(by_depth, fractions, saved, result_bytes(graph))
 
     def saved_bytes_in(self, graph: Graph) -> float:
         """Return the bytes of activations that the model saves with the batch size of `graph`."""
@@ -100,24 +121,37 @@ class RecomputeOptions:
         Args:
             seconds_of: function from the name of an operator to the seconds of its forward pass.
         """
-        vertices = [(0.0, 0.0)]
-        for blocks in self.blocks:
-            segments: list[tuple[float, float]] = []
-            for options, number in blocks:
+        return self.stage_curves(seconds_of, lambda _: 0, 1)[0]
+
+    def stage_curves(
+        self, seconds_of: Callable[[str], float], stage_of: Callable[[str], int], stages: int
+    ) -> list[list[Vertex]]:
+        """Return `curve` for each of `stages` stages, with the blocks of this stage alone.
+
+        Args:
+            stage_of: function from the name of an operator to the index of its stage.
+        """
+        vertices = [[(0.0, 0.0)] for _ in range(stages)]
+        for blocks_at_depth in self.blocks:
+            # (fraction freed, seconds) by stage; each has the slope of one option.
+            segments: list[list[tuple[float, float]]] = [[] for _ in range(stages)]
+            for equal_blocks in blocks_at_depth:
                 points = [
                     (each.freed, sum(n * seconds_of(name) for name, n in each.recomputed.items()))
-                    for each in options
+                    for each in equal_blocks.options
                 ]
-                for (start, low), (end, high) in pairwise(
-                    _lower_convex_hull([(0.0, 0.0), *points])
-                ):
-                    segments.append((number * (end - start), number * (high - low)))
-            freed = seconds = 0.0
-            # Cheapest seconds per freed byte first: the fractional knapsack, whose time is convex.
-            for width, height in sorted(segments, key=lambda each: each[1] / each[0]):
-                freed, seconds = freed + width, seconds + height
-                vertices.append((freed, seconds))
-        return _lower_convex_hull(vertices)
+                hull = _lower_convex_hull([(0.0, 0.0), *points])
+                for stage, number in Counter(map(stage_of, equal_blocks.members)).items():
+                    for (start, low), (end, high) in pairwise(hull):
+                        segments[stage].append((number * (end - start), number * (high - low)))
+            for stage, of_stage in enumerate(segments):
+                freed = seconds = 0.0
+                # Cheapest seconds per freed byte first: the fractional knapsack, whose time is
+                # convex.
+                for width, height in sorted(of_stage, key=lambda each: each[1] / each[0]):
+                    freed, seconds = freed + width, seconds + height
+                    vertices[stage].append((freed, seconds))
+        return [_lower_convex_hull(each) for each in vertices]
 
 
 def result_bytes(graph: Graph) -> int:
@@ -125,38 +159,50 @@ def result_bytes(graph: Graph) -> int:
     return sum(value.numel * value.itemsize for op in graph.ops for value in op.outputs)
 
 
-def _count_equal_blocks(
+def least_recompute_seconds(curve: Sequence[Vertex], freed: float) -> float:
+    """Return the least seconds in which recomputation frees the fraction `freed`, or those of full
+    recomputation if it frees less."""
+    if freed <= 0.0:
+        return 0.0
+    index = bisect_left(curve, freed, key=lambda vertex: vertex[0])
+    if index == len(curve):
+        return curve[-1][1]
+    (start, low), (end, high) = curve[index - 1 : index + 1]
+    return low + (freed - start) / (end - start) * (high - low)
+
+
+def _group_equal_blocks(
     graph: Graph,
     options_of_blocks: Iterable[Sequence[tuple[int, Sequence[str]]]],
     saved_bytes: int,
-) -> list[tuple[Sequence[BlockOption], int]]:
-    """Count the blocks with equal recomputation options.
+) -> list[EqualBlocks]:
+    """Group the blocks with equal recomputation options.
 
     Args:
         options_of_blocks: for each block and each of its options, the bytes that the option frees
             and the names of the operators that it recomputes.
         saved_bytes: bytes that all blocks save without recomputation.
-
-    Returns:
-        Pairs of the options of a block and the number of blocks with these options.
     """
     representatives: dict[int, str] = {}
-    blocks: Counter[tuple[tuple[int, tuple[tuple[str, int], ...]], ...]] = Counter()
+    members: dict[tuple[tuple[int, tuple[tuple[str, int], ...]], ...], list[str]] = {}
 
     def representative(op: Op) -> str:
         # `work_of` returns one object for operators with one rule, as in repeated layers.
         return representatives.setdefault(id(work_of(op)), op.name)
 
     for options in options_of_blocks:
-        blocks[
-            tuple(
-                (freed, tuple(Counter(representative(graph.by_name[n]) for n in names).items()))
-                for freed, names in options
-            )
-        ] += 1
+        # An option that frees memory recomputes an operator, which is in the block.
+        member = next((name for _, names in options for name in names), None)
+        if member is None:
+            continue
+        key = tuple(
+            (freed, tuple(Counter(representative(graph.by_name[n]) for n in names).items()))
+            for freed, names in options
+        )
+        members.setdefault(key, []).append(member)
     return [
-        ([BlockOption(freed / saved_bytes, dict(names)) for freed, names in options], number)
-        for options, number in blocks.items()
+        EqualBlocks([BlockOption(freed / saved_bytes, dict(names)) for freed, names in key], names)
+        for key, names in members.items()
     ]
 
 

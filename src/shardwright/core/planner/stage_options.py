@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
 
+from shardwright.core.partition.pipeline_spec import PipelineSpec
 from shardwright.core.planner.attempts import AttemptGroups
 from shardwright.core.planner.candidate import Candidate
 from shardwright.core.planner.captured_model import SharedCuts
@@ -25,11 +26,12 @@ class StageOptions:
             None if they have been searched, or if their search takes longer than it saves.
         may_fit: whether a lower bound on the memory of a candidate was within the limit.
         is_too_large: whether memory exceeded the limit even at the highest ZeRO level.
-        recompute_bound: function from the bytes per device of each stage without activations (None
-            for the minimum) to a lower bound on the seconds per step of recomputation that the
-            memory limit requires.
-        recompute_seconds: result of `recompute_bound` for the minimum bytes; None before the first
-            call.
+        recompute_bound: function that returns a lower bound on the seconds per step of the
+            recomputation that the memory limit requires in any division into stages.
+        stage_recompute: function from a division into stages, and the bytes per device of each
+            stage without activations (None for the minimum), to the estimated least seconds per
+            micro-batch that each stage recomputes.
+        recompute_seconds: result of `recompute_bound`; None before the first call.
     """
 
     options: PlanOptions
@@ -38,12 +40,15 @@ class StageOptions:
     may_fit: bool = False
     is_too_large: bool = False
     # Counting no recomputation gives a lower bound too.
-    recompute_bound: Callable[[Sequence[int] | None], float] = lambda _: 0.0
+    recompute_bound: Callable[[], float] = lambda: 0.0
+    stage_recompute: Callable[[PipelineSpec, Sequence[int] | None], Sequence[float]] = (
+        lambda pipeline, _: [0.0] * pipeline.stages
+    )
     recompute_seconds: float | None = None
 
     def add_recomputation(self) -> None:
         """Increase `min_seconds` by the recomputation time that every plan needs."""
-        self.recompute_seconds = self.recompute_bound(None)
+        self.recompute_seconds = self.recompute_bound()
         # `recompute_seconds` is without the computation, which `min_seconds` has already.
         self.min_seconds += self.recompute_seconds
 

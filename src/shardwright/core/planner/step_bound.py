@@ -18,7 +18,7 @@ Under a memory limit, W / S becomes the seconds of the slowest stage with the le
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import prod
 
 from shardwright.core.cost.flops import Work, work_of
@@ -29,7 +29,12 @@ from shardwright.core.layout.prime_mesh import prime_mesh
 from shardwright.core.partition.pipeline_spec import PipelineSpec
 from shardwright.core.partition.schedules import SCHEDULES
 from shardwright.core.planner.options import PlanOptions
-from shardwright.core.planner.recompute_bound import RecomputeOptions, StageLimits
+from shardwright.core.planner.recompute_bound import (
+    RecomputeOptions,
+    StageLimits,
+    Vertex,
+    least_recompute_seconds,
+)
 from shardwright.core.rules import rule_of
 from shardwright.core.rules.rule import ShardingRule
 from shardwright.core.search.recompute.levels import MIN_PEAK_RATIO, micro_batches_in_flight
@@ -42,6 +47,22 @@ be divided equally over all devices."""
 MAX_PASSES = 512
 """Maximum product of stages and micro-batches for which a schedule with several chunks is simulated
 to count the micro-batches in flight; above, a smaller number of micro-batches is simulated."""
+
+
+@dataclass(frozen=True)
+class _Division:
+    """A division of the model into stages.
+
+    Args:
+        saved_fractions: fraction of the model's saved activations in each stage.
+        parameter_fractions: fraction of the trained parameters in each stage.
+        curves: vertices (freed fraction of the model's activations, least recomputation seconds per
+            micro-batch) of each stage.
+    """
+
+    saved_fractions: Sequence[float]
+    parameter_fractions: Sequence[float]
+    curves: Sequence[Sequence[Vertex]]
 
 
 class StepBounds:
@@ -60,6 +81,7 @@ class StepBounds:
         self._cached_pass_seconds: dict[int, tuple[float, float, float]] = {}
         self._cached_operator_seconds: dict[int, dict[int, ForwardBackward]] = {}
         self._cached_stage_limits: dict[int, StageLimits] = {}
+        self._cached_divisions: dict[object, list[tuple[Mapping[str, int], _Division]]] = {}
 
     def min_seconds(self, options: PlanOptions) -> float:
         """Return a lower bound in seconds on the step time of all plans with `options`, from
@@ -90,16 +112,9 @@ class StepBounds:
         fill = (stages - 1) * passed / (stages * chunks)
         return busy + fill + device.step_overhead
 
-    def recompute_seconds(
-        self, options: PlanOptions, stage_memory: Sequence[int] | None = None
-    ) -> float:
+    def recompute_seconds(self, options: PlanOptions) -> float:
         """Return a lower bound on the seconds that all plans with `options` recompute in a step to
-        fit into the memory limit; 0 without a limit.
-
-        Args:
-            stage_memory: bytes per device of each stage without activations; by default those of
-                parameters, gradients and optimizer state, sharded over all devices.
-        """
+        fit into the memory limit; 0 without a limit."""
         stages, limit = options.stages, options.limit
         if limit is None or self._recompute_options is None or not isinstance(stages, int):
             return 0.0
@@ -108,12 +123,79 @@ class StepBounds:
         ):
             return 0.0
         limits = self._compute_stage_limits(options, limit)
-        if stage_memory is not None:
-            total = sum(stage_memory) * (options.devices // stages)
-            limits = replace(limits, parameter_bytes=total)
         # Less the computation, which `min_seconds` counts already.
         each = limits.least_seconds(_min_micro_batches_in_flight(options)) - limits.seconds / stages
         return options.num_micro_batches * each
+
+    def stage_recompute_seconds(
+        self,
+        options: PlanOptions,
+        pipeline: PipelineSpec,
+        stage_memory: Sequence[int] | None = None,
+    ) -> Sequence[float]:
+        """Return an estimate of the least seconds per micro-batch that each stage of `pipeline`
+        recomputes to fit into the memory limit; 0 without a limit.
+
+        Args:
+            stage_memory: bytes per device of each stage without activations; by default those of
+                parameters, gradients and optimizer state, sharded over all devices.
+        """
+        limit, stages = options.limit, pipeline.stages
+        if limit is None or self._recompute_options is None:
+            return [0.0] * stages
+        if options.resolved_cluster.device.is_oversubscribed(options.devices):
+            return [0.0] * stages
+        limits = self._compute_stage_limits(replace(options, stages=stages), limit)
+        division = self._compute_division(pipeline)
+        if stage_memory is None:
+            memory = [limits.parameter_bytes * each for each in division.parameter_fractions]
+        else:
+            memory = [size * (options.devices // stages) for size in stage_memory]
+        needed = zip(
+            *(memory, division.saved_fractions, division.curves),
+            _min_micro_batches_in_flight(options),
+            strict=True,
+        )
+        return [
+            least_recompute_seconds(
+                curve, saved - (limits.stage_bytes - stored) / max(1, count * limits.saved_bytes)
+            )
+            for stored, saved, curve, count in needed
+        ]
+
+    def _compute_division(self, pipeline: PipelineSpec) -> _Division:
+        key = pipeline.stages, pipeline.chunks, pipeline.schedule_spec.v_shaped
+        # Assignments are not hashable; the planner has one object for equal cuts and stages.
+        cached = self._cached_divisions.setdefault(key, [])
+        for chunk_of, division in cached:
+            if chunk_of is pipeline.chunk_of:
+                return division
+        assert self._recompute_options is not None
+        recompute, stages = self._recompute_options(), pipeline.stages
+        fastest, by_name = self._cached_operator_seconds[stages], self._graph.by_name
+
+        def stage_of(name: str) -> int:
+            return pipeline.stage_of(pipeline.chunk_of.get(name, 0))
+
+        saved, stored = [0.0] * stages, [0.0] * stages
+        for name, fraction in recompute.saved_fractions.items():
+            saved[stage_of(name)] += fraction
+        for value in self._graph.parameters:
+            if value.requires_grad:
+                for stage in {stage_of(op.name) for op, _ in self._graph.consumers[value]}:
+                    stored[stage] += value.numel
+        total = max(1.0, sum(stored))
+        division = _Division(
+            saved,
+            [each / total for each in stored],
+            recompute.stage_curves(
+                lambda name: fastest[id(work_of(by_name[name]))][0] if name in by_name else 0.0,
+                stage_of,
+                stages,
+            ),
+        )
+        cached.append((pipeline.chunk_of, division))
+        return division
 
     def _compute_stage_limits(self, options: PlanOptions, limit: int) -> StageLimits:
         stages = options.stages

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -50,18 +49,11 @@ def rule_of(op: Op) -> ShardingRule | None:
     Operators with the same target, shapes, dtypes and arguments share one rule.
     """
     rule_count = num_rules()
-    cached = _CACHED_RULES.get(op)
-    # A user may register a rule after a graph has been captured.
+    cached: tuple[int, ShardingRule | None] | None = op.cache.get("rule_of")
+    # A user may register a rule after a graph has been captured, which changes the number of rules.
     if cached is None or cached[0] != rule_count:
-        cached = _CACHED_RULES[op] = rule_count, _find_rule(op)
+        cached = op.cache["rule_of"] = rule_count, _find_rule(op)
     return cached[1]
-
-
-_CACHED_RULES: WeakKeyDictionary[Op, tuple[int, ShardingRule | None]] = WeakKeyDictionary()
-"""Cache of `rule_of`: (number of registered rules at the lookup, rule or None), by operator.
-
-A later registration changes the number, so that the rule is looked up again.
-"""
 
 
 def _find_rule(op: Op) -> ShardingRule | None:

@@ -98,7 +98,7 @@ def test_what_experts_and_losses_keep_is_estimated_as_a_dry_run_finds_it() -> No
     plan = sw.plan(net, (), call, devices=8, mode="sharding_propagation")
     graph = plan.graph
     assert graph is not None
-    found = RecomputeBlocks(graph, plan.mesh, plan.decisions, lambda op: 0)
+    found = RecomputeBlocks(graph, plan.mesh, plan.decisions)
     kept = memory(plan.partitioned).stages[0].activations
     assert 0.8 < sum(found.saved_without_blocks.values()) / kept < 1.1
 
@@ -113,8 +113,8 @@ def test_a_fitted_plan_computes_the_same() -> None:
 
 def test_layers_are_blocks_and_gathers_make_the_difference_between_ways() -> None:
     plan = sw.plan(GRAPH, devices=4, mem_coeff=10.0)
-    found = RecomputeBlocks(GRAPH, plan.mesh, plan.decisions, lambda op: 0)
-    blocks = {block.name: block for block in found.blocks(found.depths[0][0])}
+    found = RecomputeBlocks(GRAPH, plan.mesh, plan.decisions)
+    blocks = {block.name: block for block in found.blocks(found.depths()[0][0])}
     assert {"model.layers.0", "model.layers.1"} <= set(blocks)
     options = blocks["model.layers.1"].options
     cheap, kept, again = (
@@ -140,9 +140,9 @@ def test_on_slow_links_what_is_sent_again_costs_more() -> None:
         RecomputeCosts.of_cluster(load_cluster("h100"), torch.bfloat16),
         RecomputeCosts(flops_per_sent_byte=1e6),
     ):
-        found = RecomputeBlocks(GRAPH, plan.mesh, plan.decisions, lambda op: 0, costs)
+        found = RecomputeBlocks(GRAPH, plan.mesh, plan.decisions, costs)
         options = next(
-            b for b in found.blocks(found.depths[0][0]) if b.name == "model.layers.1"
+            b for b in found.blocks(found.depths()[0][0]) if b.name == "model.layers.1"
         ).options
         added.append(options["block_and_communication"][0].cost - options["block"][0].cost)
     assert 0 < added[0] < added[1]
@@ -152,9 +152,9 @@ def test_layers_are_blocks_where_the_loss_outweighs_all_layers() -> None:
     net, args, kwargs = llama(layers=3, vocabulary=2048)
     graph = sw.capture(net, args, kwargs)
     plan = sw.plan(graph, devices=1)
-    found = RecomputeBlocks(graph, plan.mesh, plan.decisions, lambda op: 0)
+    found = RecomputeBlocks(graph, plan.mesh, plan.decisions)
     assert {"model.layers.0", "model.layers.1"} <= {
-        block.name for block in found.blocks(found.depths[0][0])
+        block.name for block in found.blocks(found.depths()[0][0])
     }
 
 

@@ -276,14 +276,16 @@ class AxisTables:
             # or the consumers: there the redistribution over this axis is cheaper.
             num_shards = max(produced.num_shards, self._num_shards_on_other_axes(other_dims))
             num_bytes = edge.value.numel // num_shards * edge.value.itemsize
-            costs = self._redistribution_table(
-                len(edge.value.shape), num_bytes, edge.differentiable, edge.is_shared_parameter
+            table_arguments = (
+                len(edge.value.shape),
+                num_bytes,
+                edge.differentiable,
+                edge.is_shared_parameter,
             )
-            # A row for each choice of the producer; several choices may give one layout.
-            costs = costs[[table_index(layout) for layout in produced.layouts]]
+            costs = self._costs_by_produced_layout(table_arguments, produced.layouts, edge.count)
             # No table: the edge costs nothing, and need not connect its operators in the
             # elimination.
-            if not costs.any():
+            if costs is None:
                 continue
             reads: dict[int, ReadLayouts] = {}
             for consumer, input_index in consumers:
@@ -294,9 +296,7 @@ class AxisTables:
                 )
             is_replicated = edge.returned and all(dim == REPLICATED for dim in other_dims)
             returned = frozenset({REPLICATED} if is_replicated else ())
-            self._add_consumer_tables(
-                costs * edge.count, produced.variable, reads, returned, sizes, factors
-            )
+            self._add_consumer_tables(costs, produced.variable, reads, returned, sizes, factors)
 
     def _produced_layouts(
         self, edge: TensorEdge, sizes: list[int], factors: list[Factor]
@@ -399,6 +399,28 @@ class AxisTables:
                 layouts.append(frozenset((PARTIAL if is_partial else dim,)))
             self._cached_reads[key] = tuple(layouts)
         return self._cached_reads[key]
+
+    def _costs_by_produced_layout(
+        self,
+        table_arguments: tuple[int, int, bool, bool],
+        layouts: tuple[AxisLayout, ...],
+        count: int,
+    ) -> Table | None:
+        """Return the rows of `_redistribution_table(*table_arguments)` for `layouts`, times
+        `count`; None if all costs are 0.
+
+        Args:
+            layouts: layout for each choice of the producer; several choices may give one layout.
+            count: number of equal edges.
+        """
+        key = (self._key, "rows", table_arguments, layouts, count)
+        if key not in self._tables:
+            rows = [table_index(layout) for layout in layouts]
+            costs = count * self._redistribution_table(*table_arguments)[rows]
+            # Empty for None.
+            self._tables[key] = costs if costs.any() else np.empty(0)
+        table = self._tables[key]
+        return table if table.size else None
 
     def _redistribution_table(
         self, ndim: int, num_bytes: int, differentiable: bool, is_parameter: bool

@@ -96,6 +96,28 @@ class _EliminationStep:
     axis: int
     other_variables: tuple[int, ...]
 
+    def costs_of_choices(self, tables: Sequence[Table], choices: Sequence[int]) -> Table:
+        """Return the sum of the tables for each choice of `variable`, given those of the others.
+
+        One vector takes far less time than `argmin` of the full sum.
+        """
+        index: list[int | slice] = [choices[variable] for variable in self.other_variables]
+        index.insert(self.axis, slice(None))
+        # Added in the order of the full sum, so that both round alike.
+        table, shape = self.addends[0]
+        costs = tables[table].reshape(shape)[_clip(index, shape)]
+        for table, shape in self.addends[1:]:
+            costs = costs + tables[table].reshape(shape)[_clip(index, shape)]
+        return costs
+
+
+def _clip(index: Sequence[int | slice], shape: Sequence[int]) -> tuple[int | slice, ...]:
+    """Return `index` into an array that is broadcast along its dimensions of size 1."""
+    return tuple(
+        each if isinstance(each, slice) or size > 1 else 0
+        for each, size in zip(index, shape, strict=True)
+    )
+
 
 class Elimination:
     """Elimination steps for tables of given scopes, reusable for tables with other entries.
@@ -169,20 +191,19 @@ class Elimination:
             tables: one table for each scope, in the same order.
         """
         all_tables = list(tables)
-        best_choices: list[npt.NDArray[np.intp]] = []
         for step in self._steps:
             table, shape = step.addends[0]
             total = all_tables[table].reshape(shape)
             for table, shape in step.addends[1:]:
                 # Not in place: `total` may be a view of a table of the caller.
                 total = total + all_tables[table].reshape(shape)
-            # `argmin` returns the first of equal costs, so that plans are the same in every run.
-            best_choices.append(total.argmin(axis=step.axis))
             all_tables.append(np.minimum.reduce(total, axis=step.axis))
         choices = [0] * len(self._sizes)
         # Backwards: the best choice of a variable depends on those eliminated after it.
-        for step, best in zip(reversed(self._steps), reversed(best_choices), strict=True):
-            choices[step.variable] = int(best[tuple(choices[v] for v in step.other_variables)])
+        for step in reversed(self._steps):
+            costs = step.costs_of_choices(all_tables, choices)
+            # `argmin` returns the first of equal costs, so that plans are the same in every run.
+            choices[step.variable] = int(costs.argmin())
         # Each connected component of variables leaves one constant.
         return Minimum(sum(float(all_tables[table]) for table in self._constants), tuple(choices))
 

@@ -13,7 +13,7 @@ are recomputed; large blocks save fewer inputs. Each block has up to four option
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -82,6 +82,23 @@ class RecomputeBlock:
     options: Mapping[str, tuple[KnapsackItem, RecomputeByOp]]
 
 
+@dataclass(frozen=True)
+class _OptionEffects:
+    """Effects of a recomputation option that all blocks take.
+
+    Args:
+        recompute: `Recompute` decisions of the option, by operator name.
+        freed: bytes that a device no longer saves for the backward pass, by operator name.
+        flops: recomputed FLOPs, by operator name.
+        repeated: names of the operators whose kernels run again.
+    """
+
+    recompute: RecomputeByOp
+    freed: Mapping[str, int]
+    flops: Mapping[str, float]
+    repeated: Sequence[str]
+
+
 DEFAULT_COSTS = RecomputeCosts()
 
 PEAK_TOLERANCE = 1.25
@@ -92,8 +109,9 @@ depths, for the depth to be tried."""
 class RecomputeBlocks:
     """Modules of a model at each depth of its module tree, as blocks with recomputation options.
 
+    All divisions into stages share them.
+
     Args:
-        stage_of: function from an operator to the index of its pipeline stage.
         costs: cost of moved and sent bytes in FLOPs.
     """
 
@@ -102,11 +120,10 @@ class RecomputeBlocks:
         graph: Graph,
         mesh: DeviceMatrix,
         decisions: Decisions,
-        stage_of: Callable[[Op], int],
         costs: RecomputeCosts = DEFAULT_COSTS,
     ) -> None:
         self.costs = costs
-        self.graph, self.mesh, self.decisions, self.stage_of = graph, mesh, decisions, stage_of
+        self.graph, self.mesh, self.decisions = graph, mesh, decisions
         self._saved = {op.name: saved_tensors(op) for op in graph.ops}
         self._estimate = ActivationEstimate(graph, self._saved, mesh, decisions)
         # With the recomputation that the user has marked, and no other.
@@ -115,35 +132,59 @@ class RecomputeBlocks:
         self._transfers = OperatorTransfers(graph, flow.routes, flow.reductions)
         self._free_ops = [op for op in graph.ops if op.name not in decisions.recompute]
         self._cached_operations: dict[object, float] = {}
-        self._cached_blocks: dict[int, tuple[RecomputeBlock, ...]] = {}
+        self._cached_effects: dict[int, dict[str, _OptionEffects]] = {}
 
-    def blocks(self, depth: int) -> tuple[RecomputeBlock, ...]:
-        """Return the blocks of all stages at a depth of the module tree.
+    def blocks(
+        self, depth: int, stage_of: Callable[[Op], int] = lambda _: 0
+    ) -> tuple[RecomputeBlock, ...]:
+        """Return the blocks of all stages at a depth of the module tree, each with the options that
+        free memory.
 
         Operators that the user recomputes belong to no block.
-        """
-        if depth not in self._cached_blocks:
-            self._cached_blocks[depth] = self._build_blocks(self._block_by_op(depth))
-        return self._cached_blocks[depth]
 
-    @cached_property
-    def depths(self) -> tuple[tuple[int, ...], ...]:
+        Args:
+            stage_of: function from an operator to the index of its pipeline stage.
+        """
+        call_of = self._call_by_op(depth)
+        block_of = {op.name: (stage_of(op), call_of[op.name]) for op in self._free_ops}
+        options: dict[tuple[int, str], dict[str, tuple[KnapsackItem, RecomputeByOp]]] = {}
+        for option, effects in self._option_effects(depth).items():
+            freed: dict[tuple[int, str], int] = {}
+            for name, size in effects.freed.items():
+                freed[block_of[name]] = freed.get(block_of[name], 0) + size
+            flops: dict[tuple[int, str], float] = {}
+            for name, number in effects.flops.items():
+                if (block := block_of.get(name)) is not None:
+                    flops[block] = flops.get(block, 0.0) + number
+            recompute_by_block: dict[tuple[int, str], dict[str, Recompute]] = {}
+            for name, each in effects.recompute.items():
+                recompute_by_block.setdefault(block_of[name], {})[name] = each
+            for block, size in freed.items():
+                # An option may free no memory: recomputing a block of views saves its inputs
+                # instead.
+                if size > 0 and block in recompute_by_block:
+                    item = KnapsackItem(size, flops.get(block, 0.0))
+                    options.setdefault(block, {})[option] = (item, recompute_by_block[block])
+        return tuple(RecomputeBlock(*block, by_name) for block, by_name in options.items())
+
+    def depths(self, stage_of: Callable[[Op], int] = lambda _: 0) -> tuple[tuple[int, ...], ...]:
         """Groups of depths of the module tree at which modules may be blocks, to try in this order.
 
         Each peak is estimated with all blocks recomputed, as if it occurred inside a block. The
         first group has the depth with the lowest peak, then the depths within `PEAK_TOLERANCE` of
         it. Further groups have one outer depth each, which saves fewer bytes than the groups
         before. They help if the peak is outside of blocks, as in a loss over a large vocabulary.
+
+        Args:
+            stage_of: function from an operator to the index of its pipeline stage; a module in
+                several stages is as many blocks.
         """
-        num_depths = max((len(op.calls) for op in self._free_ops), default=0)
-        saved = {
-            depth: self._saved_bytes_if_all_recomputed(depth)
-            # Depth 0 is the model itself, which is never recomputed as one block: without modules
-            # only the cheap options remain.
-            for depth in range(1, num_depths) or (0,)
-        }
+        saved = self._saved_bytes_by_depth
         # All that stays saved, and one block whose activations exist again while it is recomputed.
-        peaks = {depth: size + self._largest_block_bytes(depth) for depth, size in saved.items()}
+        peaks = {
+            depth: size + self._largest_block_bytes(depth, stage_of)
+            for depth, size in saved.items()
+        }
         # Deep blocks save many inputs, and shallow blocks recompute many operators at once: the
         # lowest peak is in between.
         best_depth = min(peaks, key=lambda depth: peaks[depth])
@@ -163,52 +204,52 @@ class RecomputeBlocks:
         operator name."""
         return self._saved_bytes_with_recompute({})
 
-    def _block_by_op(self, depth: int) -> dict[str, tuple[int, str]]:
-        """Return the block of each operator at a depth of the module tree, by operator name.
+    def _call_by_op(self, depth: int) -> dict[str, str]:
+        """Return the module call of each operator at a depth of the module tree, by operator name;
+        "" outside of modules at this depth."""
+        return {op.name: op.calls[depth] if depth < len(op.calls) else "" for op in self._free_ops}
 
-        A block is (stage index, module call); the call is "" outside of modules at this depth.
-        """
+    @cached_property
+    def _saved_bytes_by_depth(self) -> dict[int, int]:
+        """Bytes that a device saves for the backward pass if all blocks at a depth of the module
+        tree are recomputed, by depth."""
+        num_depths = max((len(op.calls) for op in self._free_ops), default=0)
         return {
-            op.name: (self.stage_of(op), op.calls[depth] if depth < len(op.calls) else "")
-            for op in self._free_ops
+            depth: sum(
+                self._saved_bytes_with_recompute(
+                    self._recompute_full_blocks(self._call_by_op(depth), True)
+                ).values()
+            )
+            # Depth 0 is the model itself, which is never recomputed as one block: without modules
+            # only the cheap options remain.
+            for depth in range(1, num_depths) or (0,)
         }
 
-    def _saved_bytes_if_all_recomputed(self, depth: int) -> int:
-        """Return the bytes that a device saves for the backward pass if all blocks at a depth of
-        the module tree are recomputed."""
-        return sum(
-            self._saved_bytes_with_recompute(
-                self._recompute_full_blocks(self._block_by_op(depth), True)
-            ).values()
-        )
-
-    def _largest_block_bytes(self, depth: int) -> int:
+    def _largest_block_bytes(self, depth: int, stage_of: Callable[[Op], int]) -> int:
         """Return the bytes that the largest block at a depth of the module tree saves for its
         backward pass."""
-        block_of = self._block_by_op(depth)
         saved: dict[tuple[int, str], int] = {}
-        for name, size in self.saved_without_blocks.items():
+        for op in self._free_ops:
             # Operators without a module at this depth form no block that is recomputed as a whole.
-            if block_of.get(name, (0, ""))[1]:
-                saved[block_of[name]] = saved.get(block_of[name], 0) + size
+            if depth < len(op.calls):
+                block = stage_of(op), op.calls[depth]
+                saved[block] = saved.get(block, 0) + self.saved_without_blocks.get(op.name, 0)
         return max(saved.values(), default=0)
 
     def _recompute_full_blocks(
-        self, block_of: Mapping[str, tuple[int, str]], communication: bool
+        self, call_of: Mapping[str, str], communication: bool
     ) -> dict[str, Recompute]:
         # Operators outside of modules at this depth form no block that can run as one function.
-        return {
-            name: Recompute(block, communication) for name, (_, block) in block_of.items() if block
-        }
+        return {name: Recompute(call, communication) for name, call in call_of.items() if call}
 
     def _recompute_cheap_ops(
-        self, block_of: Mapping[str, tuple[int, str]], lean: bool = False
+        self, call_of: Mapping[str, str], lean: bool = False
     ) -> dict[str, Recompute]:
         """Return the decisions that recompute all operators without matrix products, by operator
         name.
 
         Args:
-            block_of: (stage, module call) of each operator that may be recomputed, by name.
+            call_of: module call of each operator that may be recomputed, by name.
             lean: whether to omit operators at the start of a segment that save no tensors for their
                 backward pass (biases, views, sums): recomputing them frees no memory.
         """
@@ -228,83 +269,60 @@ class RecomputeBlocks:
                 cheap_ops[op.name] = op
         add_segments(self.graph, recompute, list(cheap_ops.values()), communication=False)
         # Segments may have taken in operators that the user recomputes, which belong to no block.
-        return {name: each for name, each in recompute.items() if name in block_of}
+        return {name: each for name, each in recompute.items() if name in call_of}
 
-    def _build_blocks(self, block_of: Mapping[str, tuple[int, str]]) -> tuple[RecomputeBlock, ...]:
-        """Return the blocks, each with the options that free memory.
+    def _option_effects(self, depth: int) -> dict[str, _OptionEffects]:
+        """Return the effects of each recomputation option, by name, if all modules at a depth of
+        the module tree take it."""
+        if depth not in self._cached_effects:
+            call_of = self._call_by_op(depth)
+            self._cached_effects[depth] = {
+                option: self._compute_effects(recompute, call_of)
+                for option, recompute in self._recompute_by_option(call_of).items()
+            }
+        return self._cached_effects[depth]
 
-        Args:
-            block_of: (stage, module call) of each operator that may be recomputed, by name.
-        """
-        options: dict[tuple[int, str], dict[str, tuple[KnapsackItem, RecomputeByOp]]] = {}
-        # All blocks take the option at once: one pass over the graph gives the bytes of each.
-        for option, recompute in self._recompute_by_option(block_of).items():
-            flow = self._communication_with_recompute(recompute)
-            freed = self._freed_bytes_by_block(flow, block_of)
-            recompute_by_block: dict[tuple[int, str], dict[str, Recompute]] = {}
-            for name, each in recompute.items():
-                recompute_by_block.setdefault(block_of[name], {})[name] = each
-            operations = self._count_recomputed_flops_by_block(flow, block_of)
-            for block, size in freed.items():
-                # An option may free no memory: recomputing a block of views saves its inputs
-                # instead.
-                if size > 0 and block in recompute_by_block:
-                    item = KnapsackItem(size, operations.get(block, 0.0))
-                    options.setdefault(block, {})[option] = (item, recompute_by_block[block])
-        return tuple(RecomputeBlock(*block, by_name) for block, by_name in options.items())
+    def _compute_effects(
+        self, recompute: RecomputeByOp, call_of: Mapping[str, str]
+    ) -> _OptionEffects:
+        flow = self._communication_with_recompute(recompute)
+        saved_before, saved = self.saved_without_blocks, self._estimate.saved_bytes(flow)
+        freed = {name: saved_before.get(name, 0) - saved.get(name, 0) for name in call_of}
+        repeated = [name for segment in flow.segments for name in segment.repeated_ops]
+        return _OptionEffects(recompute, freed, self._count_recomputed_flops(flow), repeated)
 
-    def freed_and_recomputed(
-        self, depth: int
-    ) -> dict[tuple[int, str], list[tuple[int, list[str]]]]:
+    def freed_and_recomputed(self, depth: int) -> list[list[tuple[int, list[str]]]]:
         """Return the recomputation options of each block at a depth of the module tree, without
         those that repeat communication.
 
-        An option is (bytes that it frees, names of the operators that it recomputes); a block is
-        (stage index, module call).
+        An option is (bytes that it frees, names of the operators that it recomputes).
         """
-        block_of = self._block_by_op(depth)
-        options: dict[tuple[int, str], list[tuple[int, list[str]]]] = {}
-        for option, recompute in self._recompute_by_option(block_of).items():
+        call_of = self._call_by_op(depth)
+        options: dict[str, list[tuple[int, list[str]]]] = {}
+        for option, effects in self._option_effects(depth).items():
             if option == "block_and_communication":
                 continue
-            flow = self._communication_with_recompute(recompute)
-            recomputed: dict[tuple[int, str], list[str]] = {}
-            for segment in flow.segments:
-                for name in segment.repeated_ops:
-                    if (block := block_of.get(name)) is not None:
-                        recomputed.setdefault(block, []).append(name)
-            for block, size in self._freed_bytes_by_block(flow, block_of).items():
+            recomputed: dict[str, list[str]] = {}
+            for name in effects.repeated:
+                if (call := call_of.get(name)) is not None:
+                    recomputed.setdefault(call, []).append(name)
+            freed: dict[str, int] = {}
+            for name, size in effects.freed.items():
+                freed[call_of[name]] = freed.get(call_of[name], 0) + size
+            for call, size in freed.items():
                 if size > 0:
-                    options.setdefault(block, []).append((size, recomputed.get(block, [])))
-        return options
+                    options.setdefault(call, []).append((size, recomputed.get(call, [])))
+        return list(options.values())
 
-    def _recompute_by_option(
-        self, block_of: Mapping[str, tuple[int, str]]
-    ) -> dict[str, dict[str, Recompute]]:
+    def _recompute_by_option(self, call_of: Mapping[str, str]) -> dict[str, dict[str, Recompute]]:
         """Return, by name of each option, the `Recompute` decisions of operators if all blocks take
         the option."""
         return {
-            "lean": self._recompute_cheap_ops(block_of, lean=True),
-            "cheap": self._recompute_cheap_ops(block_of),
-            "block": self._recompute_full_blocks(block_of, False),
-            "block_and_communication": self._recompute_full_blocks(block_of, True),
+            "lean": self._recompute_cheap_ops(call_of, lean=True),
+            "cheap": self._recompute_cheap_ops(call_of),
+            "block": self._recompute_full_blocks(call_of, False),
+            "block_and_communication": self._recompute_full_blocks(call_of, True),
         }
-
-    def _freed_bytes_by_block(
-        self, flow: Communication, block_of: Mapping[str, tuple[int, str]]
-    ) -> dict[tuple[int, str], int]:
-        """Return the activation bytes that recomputation frees on a device, by block.
-
-        Args:
-            flow: communication with recomputation.
-            block_of: (stage, module call) of each operator that may be recomputed, by name.
-        """
-        saved_before, saved = self.saved_without_blocks, self._estimate.saved_bytes(flow)
-        freed: dict[tuple[int, str], int] = {}
-        for name, block in block_of.items():
-            freed_by_op = saved_before.get(name, 0) - saved.get(name, 0)
-            freed[block] = freed.get(block, 0) + freed_by_op
-        return freed
 
     def _communication_with_recompute(self, recompute_by_op: RecomputeByOp) -> Communication:
         """Return the communication of the model with additional recomputation, without buckets of
@@ -328,16 +346,14 @@ class RecomputeBlocks:
     def _saved_bytes_with_recompute(self, recompute: RecomputeByOp) -> SavedBytes:
         return self._estimate.saved_bytes(self._communication_with_recompute(recompute))
 
-    def _count_recomputed_flops_by_block(
-        self, flow: Communication, block_of: Mapping[str, tuple[int, str]]
-    ) -> dict[tuple[int, str], float]:
-        """Return the FLOPs that a device recomputes, by block.
+    def _count_recomputed_flops(self, flow: Communication) -> dict[str, float]:
+        """Return the FLOPs that a device recomputes, by operator name.
 
-        Moved and sent bytes are converted to FLOPs by `RecomputeCosts`.
+        Moved and sent bytes are converted to FLOPs by `RecomputeCosts`. The communication of a
+        segment counts for its first operator.
 
         Args:
             flow: communication with recomputation.
-            block_of: (stage, module call) of each operator that may be recomputed, by name.
         """
         # By segment name; transfers outside of segments are not repeated.
         sent: dict[str, int] = {}
@@ -345,17 +361,15 @@ class RecomputeBlocks:
             if transfer.segment is not None:
                 size = sent.get(transfer.segment, 0)
                 sent[transfer.segment] = size + transfer.forward_bytes
-        operations: dict[tuple[int, str], float] = {}
+        flops = {
+            segment.ops[0]: self.costs.flops_per_sent_byte * sent[segment.name]
+            for segment in flow.segments
+            if segment.name in sent
+        }
         for segment in flow.segments:
-            # The communication of a segment across blocks counts for the block of its first
-            # operator.
-            if (first_block := block_of.get(segment.ops[0])) is not None:
-                sending = self.costs.flops_per_sent_byte * sent.get(segment.name, 0)
-                operations[first_block] = operations.get(first_block, 0.0) + sending
             for name in segment.repeated_ops:
-                if (block := block_of.get(name)) is not None:
-                    operations[block] = operations.get(block, 0.0) + self._count_forward_flops(name)
-        return operations
+                flops[name] = flops.get(name, 0.0) + self._count_forward_flops(name)
+        return flops
 
     def _count_forward_flops(self, op_name: str) -> float:
         """Return the FLOPs of an operator's forward pass on a device.

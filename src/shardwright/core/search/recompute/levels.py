@@ -212,7 +212,7 @@ class RecomputeLevels:
         costs: cost of moved and sent bytes in FLOPs.
         depths: groups of depths of the module tree at which modules may be blocks; None for
             `RecomputeBlocks.depths`.
-        blocks: blocks of another plan with equal sharding and equal operators in each stage.
+        blocks: blocks of another plan of the same graph with equal sharding.
     """
 
     def __init__(
@@ -226,18 +226,16 @@ class RecomputeLevels:
         blocks: RecomputeBlocks | None = None,
     ) -> None:
         self._pipeline = pipeline
-        self.blocks = blocks or RecomputeBlocks(graph, mesh, decisions, self._stage_of_op, costs)
-        self.depths = self.blocks.depths if depths is None else depths
+        self.blocks = blocks or RecomputeBlocks(graph, mesh, decisions, costs)
+        self.depths = self.blocks.depths(self._stage_of_op) if depths is None else depths
         self._by_depth: dict[int, tuple[StageLevels, ...]] = {}
 
     def at_depth(self, depth: int) -> tuple[StageLevels, ...]:
         """Return the recomputation levels of each stage, with the modules at a depth of the module
         tree as blocks."""
         if depth not in self._by_depth:
-            blocks, in_flight = (
-                self.blocks.blocks(depth),
-                micro_batches_in_flight(self._pipeline),
-            )
+            blocks = self.blocks.blocks(depth, self._stage_of_op)
+            in_flight = micro_batches_in_flight(self._pipeline)
             self._by_depth[depth] = tuple(
                 StageLevels([each for each in blocks if each.stage == stage], *activations)
                 for stage, activations in enumerate(zip(self._saved_bytes, in_flight, strict=True))
