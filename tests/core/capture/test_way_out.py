@@ -77,6 +77,32 @@ def test_a_module_of_which_traced_operators_are_refused_is_named() -> None:
     assert remedy(net, ARGS[0]).startswith("sw.local_map(net.get_submodule('1')")
 
 
+class Kept(nn.Module):
+    """Selects values of each sample, which shows once it is traced; returns other sizes."""
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        middle = x[x > 0].median()
+        total: Tensor = middle * 0 + x[..., :3].sum(1) * scale[:, None]
+        return total
+
+
+class Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.kept, self.last = nn.Linear(4, 4), Kept(), nn.Linear(3, 1)
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        return self.last(self.kept(self.linear(x), scale)).square().mean()  # type: ignore[no-any-return]
+
+
+def test_the_call_for_a_traced_module_has_its_arguments_and_its_result() -> None:
+    net, args = Outer(), (torch.randn(8, 5, 4), torch.ones(8))
+    call = remedy(net, *args)
+    assert call == "sw.local_map(net.get_submodule('kept'), \"b _ _, b -> b 3\")"
+    eval(call)
+    assert sw.check(net, args, None, sw.plan(net, args, devices=2)).passes()
+
+
 def test_an_error_of_the_model_itself_names_no_local_map() -> None:
     with pytest.raises(sw.CaptureError, match="the model itself raises") as raised:
         sw.capture(nn.Sequential(nn.Linear(4, 4)), (torch.randn(8, 5),))

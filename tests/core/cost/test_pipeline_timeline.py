@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 
 import pytest
 
@@ -11,6 +12,7 @@ from shardwright.core.cost.pipeline_timeline import (
     ChunkSeconds,
     actions,
     in_flight_counts,
+    min_timeline_seconds,
     timeline,
 )
 from shardwright.core.partition.pipeline_spec import PipelineSpec
@@ -75,6 +77,23 @@ def test_nothing_begins_before_what_it_needs_has_ended_and_arrived(pipeline: Pip
         before = spans[Action(action.chunk - 1, "F", action.micro_batch)]
         apart = pipeline.stage_of(action.chunk) != pipeline.stage_of(action.chunk - 1)
         assert span.start >= before.end + 0.25 * apart
+
+
+@pytest.mark.parametrize("pipeline", LEGAL, ids=name)
+@pytest.mark.parametrize("seed", range(3))
+def test_no_timeline_is_shorter_than_its_bound(pipeline: PipelineSpec, seed: int) -> None:
+    draw = random.Random(seed)
+    parts = [
+        ChunkSeconds(draw.random(), draw.random(), send=draw.random() / 10)
+        for _ in range(pipeline.num_chunks)
+    ]
+    assert min_timeline_seconds(pipeline, parts) <= timeline(pipeline, parts).seconds + 1e-12
+
+
+def test_the_bound_of_equal_stages_is_the_timeline_of_1f1b() -> None:
+    pipeline = PipelineSpec(4, 12, "1f1b")
+    parts = [ChunkSeconds(1.0, 2.0)] * 4
+    assert min_timeline_seconds(pipeline, parts) == timeline(pipeline, parts).seconds == 45.0
 
 
 @pytest.mark.parametrize(("stages", "pieces"), [(2, 4), (4, 8), (4, 16), (8, 8)])

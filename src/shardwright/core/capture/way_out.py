@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from shardwright.core.capture.explanation import OWN_ERROR
-from shardwright.core.capture.fx_nodes import module_path
+from shardwright.core.capture.fx_nodes import module_calls, module_path
 from shardwright.core.capture.local_trace import example_entries
 from shardwright.core.torch_internals import pytree
 from shardwright.errors import CaptureError
@@ -46,17 +46,20 @@ def naming_local_map(
         raise type(error)(f"{error}\n{remedy}") from error
 
 
-def _find_failing_module(error: BaseException, model: nn.Module) -> tuple[str, list[Tensor]] | None:
+def _find_failing_module(
+    error: BaseException, model: nn.Module
+) -> tuple[str, list[Tensor], Tensor | None] | None:
     """Find the innermost submodule in whose `forward` an error was raised.
 
     Returns:
-        The path of the submodule, and its tensor arguments; None if there is no submodule.
+        The path of the submodule, its tensor arguments, and its result if the trace has one; None
+        if there is no submodule.
     """
     paths: dict[str, str] = {}
     for path, module in model.named_modules():
         # By class, because the frames refer to modules of the traced copy.
         paths.setdefault(_get_class_name(module), path)
-    innermost: tuple[str, list[Tensor]] | None = None
+    innermost: tuple[str, list[Tensor], Tensor | None] | None = None
     cause: BaseException | None = error
     while cause is not None and innermost is None:
         trace = cause.__traceback__
@@ -71,14 +74,42 @@ def _find_failing_module(error: BaseException, model: nn.Module) -> tuple[str, l
                 else None
             )
             if path:
-                innermost = path, _find_tensor_arguments(local_variables["self"], local_variables)
+                arguments = _find_tensor_arguments(local_variables["self"], local_variables)
+                innermost = path, arguments, None
             elif isinstance(node := local_variables.get("node"), fx.Node) and (
                 path := module_path(node)[0]
             ):
-                innermost = path, []  # An error after the trace, about this node.
+                # An error after the trace, about this node.
+                innermost = path, *_find_traced_tensors(node)
             trace = trace.tb_next
         cause = cause.__cause__ or cause.__context__
     return innermost
+
+
+def _find_traced_tensors(node: fx.Node) -> tuple[list[Tensor], Tensor | None]:
+    """Return the tensor arguments of the module call that contains a traced operator, and its
+    result; None for several results."""
+    calls = module_calls(node)
+    depth = len(calls) - 1
+    nodes = node.graph.nodes
+    # A dict, as a set has no order.
+    inside = dict.fromkeys(n for n in nodes if module_calls(n)[depth : depth + 1] == calls[depth:])
+    entering = dict.fromkeys(each for n in inside for each in n.all_input_nodes)
+    arguments = [
+        each.meta["val"]
+        for each in entering
+        if each not in inside
+        and isinstance(each.meta.get("val"), Tensor)
+        and not _is_parameter_or_buffer(each)
+    ]
+    leaving = [n.meta.get("val") for n in inside if n.users.keys() - inside.keys()]
+    result = leaving[0] if len(leaving) == 1 else None
+    return arguments, result if isinstance(result, Tensor) else None
+
+
+def _is_parameter_or_buffer(node: fx.Node) -> bool:
+    # `torch.export` names placeholders by what they are; arguments have the names of the user.
+    return node.op == "placeholder" and node.name.startswith(("p_", "b_", "c_"))
 
 
 def _get_class_name(module: object) -> str:
@@ -97,7 +128,14 @@ def _find_tensor_arguments(module: object, local_variables: Mapping[str, Any]) -
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
-def _format_call_for_module(path: str, tensors: list[Tensor]) -> str:
+def _format_call_for_module(path: str, tensors: list[Tensor], result: Tensor | None) -> str:
+    if tensors and result is not None:
+        shape = [str(size) if isinstance(size, int) else "_" for size in result.shape]
+        # The batch is the first dimension, as in the notation of the arguments.
+        if tensors[0].ndim and result.shape[:1] == tensors[0].shape[:1]:
+            shape[0] = "b"
+        notation = f"{example_entries(tensors)} -> {' '.join(shape) or '()'}"
+        return f'sw.local_map(net.get_submodule({path!r}), "{notation}")'
     # Without known arguments: a batch of vectors.
     rank = tensors[0].ndim if tensors else 2
     # Assumes that the result has the shape of the first tensor.

@@ -287,6 +287,27 @@ def timeline(pipeline: PipelineSpec, chunks: Sequence[ChunkSeconds]) -> Timeline
     return Timeline(pipeline, tuple(chunks), tuple(ends))
 
 
+def min_timeline_seconds(pipeline: PipelineSpec, chunks: Sequence[ChunkSeconds]) -> float:
+    """Return a lower bound on `timeline(pipeline, chunks).seconds` that needs no simulation.
+
+    A stage runs all of its passes after the forward passes of the chunks before its first chunk
+    and, with full backward passes, before the backward passes of these chunks.
+    """
+    busy = [0.0] * pipeline.stages
+    for number, chunk in enumerate(chunks):
+        busy[pipeline.stage_of(number)] += chunk.forward + chunk.backward
+    before, longest, seen = 0.0, 0.0, set[int]()
+    # Gradients of parameters may be computed last, so that no chunk waits for them.
+    waits_for_backward = not pipeline.schedule_spec.splits_backward
+    for number, chunk in enumerate(chunks):
+        stage = pipeline.stage_of(number)
+        if stage not in seen:
+            seen.add(stage)
+            longest = max(longest, before + pipeline.micro_batches * busy[stage])
+        before += chunk.forward + chunk.backward * waits_for_backward
+    return longest
+
+
 def _seconds_by_pass_type(chunks: Sequence[ChunkSeconds]) -> dict[str, list[float]]:
     """Return a dict from pass type to the seconds of that pass in each chunk."""
     return {

@@ -12,7 +12,12 @@ from shardwright.core.cost.cluster import Cluster
 from shardwright.core.cost.collectives import sequential_messages
 from shardwright.core.cost.flops import work_of
 from shardwright.core.cost.optimizer_state import orthogonalized_parameters
-from shardwright.core.cost.pipeline_timeline import ChunkSeconds, Timeline, timeline
+from shardwright.core.cost.pipeline_timeline import (
+    ChunkSeconds,
+    Timeline,
+    min_timeline_seconds,
+    timeline,
+)
 from shardwright.core.cost.product_overlap import product_overlaps
 from shardwright.core.cost.step_time import StepTime, step_time
 from shardwright.core.cost.time_model import TimeModel
@@ -254,10 +259,7 @@ def predict(
         return predicted(None, steps[0].seconds)
     seconds_of_chunks = list(_chunk_seconds(times, pipeline, model))
     stages = timeline(pipeline, seconds_of_chunks)
-    once_per_step = _shared_gradient_seconds(partitioned, model)
-    for number, step in enumerate(steps):
-        once_per_step[pipeline.stage_of(number)] += step.exposed + step.update
-    once_per_step = [seconds + model.device.step_overhead for seconds in once_per_step]
+    once_per_step = _seconds_once_per_step(partitioned, steps, model)
     # Where stages share a processor, an idle stage leaves it to the others. So the step takes the
     # mean of the seconds of all stages instead of the longest path.
     if model.shares_processor:
@@ -267,6 +269,33 @@ def predict(
         seconds = average_busy + (sent + sum(once_per_step)) / pipeline.stages
         return predicted(stages, seconds)
     return predicted(stages, stages.seconds + max(once_per_step))
+
+
+def min_step_seconds(
+    partitioned: Partitioned, cluster: Cluster, times: Sequence[ChunkTime]
+) -> float:
+    """Return a lower bound on `predict(partitioned, cluster, times=times).seconds`.
+
+    Simulating a pipeline of hundreds of stages and micro-batches takes seconds, the bound
+    milliseconds.
+    """
+    pipeline = partitioned.pipeline
+    model = TimeModel(cluster, partitioned.mesh, pipeline.stages)
+    if pipeline.stages == 1 or model.shares_processor:
+        return predict(partitioned, cluster, times=times).seconds
+    once_per_step = _seconds_once_per_step(partitioned, [time.step for time in times], model)
+    seconds_of_chunks = list(_chunk_seconds(times, pipeline, model))
+    return min_timeline_seconds(pipeline, seconds_of_chunks) + max(once_per_step)
+
+
+def _seconds_once_per_step(
+    partitioned: Partitioned, steps: Sequence[StepTime], model: TimeModel
+) -> list[float]:
+    """Return the seconds that each stage spends once per step, outside of the timeline."""
+    once_per_step = _shared_gradient_seconds(partitioned, model)
+    for number, step in enumerate(steps):
+        once_per_step[partitioned.pipeline.stage_of(number)] += step.exposed + step.update
+    return [seconds + model.device.step_overhead for seconds in once_per_step]
 
 
 def _shared_gradient_seconds(partitioned: Partitioned, model: TimeModel) -> list[float]:

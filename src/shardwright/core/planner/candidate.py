@@ -22,6 +22,7 @@ from shardwright.core.cost.predict import (
     ChunkTime,
     Predicted,
     chunk_times,
+    min_step_seconds,
     predict,
     with_longer_backward,
 )
@@ -113,17 +114,26 @@ class Candidate:
             cached.append((key, times))
         return times
 
-    def seconds_with_recompute(self, stage_seconds: Sequence[float]) -> float:
-        """Return the predicted seconds of a step in which stages recompute more.
+    def seconds_with_recompute(
+        self, stage_seconds: Sequence[float], simulates_pipeline: bool = True
+    ) -> float:
+        """Return the predicted seconds of a step in which stages recompute more; 0 without a
+        cluster.
 
         Args:
             stage_seconds: further seconds of the backward passes of a micro-batch, of each stage.
+            simulates_pipeline: whether to simulate the passes of all stages; otherwise the result
+                is a lower bound, which takes less time.
         """
-        if not any(stage_seconds):
+        if self.options.cluster is None:
+            return 0.0
+        if simulates_pipeline and not any(stage_seconds):
             return self.seconds
+        cluster = self.options.resolved_cluster
         times = with_longer_backward(self._chunk_times, self.pipeline, stage_seconds)
-        cluster, optimizer = self.options.resolved_cluster, self.options.optimizer
-        return predict(self.partitioned, cluster, optimizer=optimizer, times=times).seconds
+        if not simulates_pipeline:
+            return min_step_seconds(self.partitioned, cluster, times)
+        return predict(self.partitioned, cluster, times=times).seconds
 
     @cached_property
     def parameter_axes(self) -> int:

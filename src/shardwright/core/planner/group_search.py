@@ -67,8 +67,8 @@ class GroupSearch(SearchQueue):
         one before.
 
         The first call adds the recomputation that memory requires, the second a search without a
-        memory limit. The last call searches the first group of attempts, or postpones the options
-        if they need too much memory.
+        memory limit, the third its pipeline. The last call searches the first group of attempts, or
+        postpones the options if they need too much memory.
 
         Args:
             bound: lower bound in seconds on the step time of all attempts.
@@ -191,6 +191,7 @@ class GroupSearch(SearchQueue):
         candidate: Candidate,
         stage_options: StageOptions,
         min_memory: Sequence[int] | None = None,
+        simulates_pipeline: bool = True,
     ) -> float:
         """Return a lower bound in seconds on the step time of `candidate` with the recomputation
         that the memory limit requires.
@@ -198,12 +199,12 @@ class GroupSearch(SearchQueue):
         Args:
             min_memory: minimum bytes per device of each stage, without activations; by default the
                 minimum over all plans with `stage_options`.
+            simulates_pipeline: whether the bound simulates the passes of all stages, which makes it
+                tighter.
         """
         # Without a cluster no seconds are predicted, and the order of the phases decides.
-        if candidate.predicted is None:
-            return 0.0
         needed = stage_options.stage_recompute(candidate.pipeline, min_memory)
-        return candidate.seconds_with_recompute(needed)
+        return candidate.seconds_with_recompute(needed, simulates_pipeline)
 
     def _queue_attempt_without_zero(
         self, bound: float, queued: QueuedOptions, attempts: list[Attempt], lowest: LowestSeconds
@@ -265,12 +266,19 @@ class GroupSearch(SearchQueue):
         Returns:
             False if the model cannot be planned with these options.
         """
-        relaxed, stage_options.relaxed_options = stage_options.relaxed_options, None
+        relaxed = stage_options.relaxed_options
         assert relaxed is not None
+        # First without simulating the pipeline, which tells most options apart.
+        simulates_pipeline = stage_options.was_relaxed or relaxed.stages == 1
+        stage_options.was_relaxed = True
+        if simulates_pipeline:
+            stage_options.relaxed_options = None
         try:
             relaxed_candidates = self.find_candidates(relaxed)
             seconds = min(
-                self._bound_seconds_with_recompute(each, stage_options)
+                self._bound_seconds_with_recompute(
+                    each, stage_options, simulates_pipeline=simulates_pipeline
+                )
                 for each in relaxed_candidates
             )
         except (PlanError, StrategyError) as error:

@@ -23,7 +23,8 @@ class StageOptions:
     Args:
         min_seconds: lower bound on the step time in seconds, for any memory limit.
         relaxed_options: options whose step time without a memory limit is a tighter lower bound;
-            None if they have been searched, or if their search takes longer than it saves.
+            None if this bound is known, or if their search takes longer than it saves.
+        was_relaxed: whether `relaxed_options` have been searched.
         may_fit: whether a lower bound on the memory of a candidate was within the limit.
         is_too_large: whether memory exceeded the limit even at the highest ZeRO level.
         recompute_bound: function that returns a lower bound on the seconds per step of the
@@ -37,6 +38,7 @@ class StageOptions:
     options: PlanOptions
     min_seconds: float = 0.0
     relaxed_options: PlanOptions | None = None
+    was_relaxed: bool = False
     may_fit: bool = False
     is_too_large: bool = False
     # Counting no recomputation gives a lower bound too.

@@ -141,7 +141,7 @@ class StepBounds:
                 parameters, gradients and optimizer state, sharded over all devices.
         """
         limit, stages = options.limit, pipeline.stages
-        if limit is None or self._recompute_options is None:
+        if limit is None or options.cluster is None or self._recompute_options is None:
             return [0.0] * stages
         if options.resolved_cluster.device.is_oversubscribed(options.devices):
             return [0.0] * stages

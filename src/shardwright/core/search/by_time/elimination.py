@@ -80,6 +80,9 @@ def minimum(sizes: Sequence[int], factors: Iterable[Factor], limit: int = LARGES
     return elimination.minimum([table for _, table in factors])
 
 
+ALL = slice(None)
+
+
 @dataclass(frozen=True, slots=True)
 class _EliminationStep:
     """The elimination of one variable.
@@ -87,12 +90,14 @@ class _EliminationStep:
     Args:
         addends: indices of the tables that contain `variable`, each with its shape for
             broadcasting; the smallest first, so that few additions have the full shape.
+        scopes: indices of the same tables, each with its variables in ascending order.
         axis: dimension of the sum of these tables that belongs to `variable`.
         other_variables: variables of the other dimensions of the sum, in order.
     """
 
     variable: int
     addends: tuple[tuple[int, tuple[int, ...]], ...]
+    scopes: tuple[tuple[int, tuple[int, ...]], ...]
     axis: int
     other_variables: tuple[int, ...]
 
@@ -101,22 +106,12 @@ class _EliminationStep:
 
         One vector takes far less time than `argmin` of the full sum.
         """
-        index: list[int | slice] = [choices[variable] for variable in self.other_variables]
-        index.insert(self.axis, slice(None))
-        # Added in the order of the full sum, so that both round alike.
-        table, shape = self.addends[0]
-        costs = tables[table].reshape(shape)[_clip(index, shape)]
-        for table, shape in self.addends[1:]:
-            costs = costs + tables[table].reshape(shape)[_clip(index, shape)]
-        return costs
-
-
-def _clip(index: Sequence[int | slice], shape: Sequence[int]) -> tuple[int | slice, ...]:
-    """Return `index` into an array that is broadcast along its dimensions of size 1."""
-    return tuple(
-        each if isinstance(each, slice) or size > 1 else 0
-        for each, size in zip(index, shape, strict=True)
-    )
+        # In the order of the full sum, so that both round alike.
+        first, *others = (
+            tables[table][tuple([ALL if v == self.variable else choices[v] for v in scope])]
+            for table, scope in self.scopes
+        )
+        return sum(others, start=first)
 
 
 class Elimination:
@@ -182,7 +177,8 @@ class Elimination:
             for table, variables in bucket
         )
         axis = scope.index(variable)
-        return _EliminationStep(variable, addends, axis, scope[:axis] + scope[axis + 1 :])
+        others = scope[:axis] + scope[axis + 1 :]
+        return _EliminationStep(variable, addends, tuple(bucket), axis, others)
 
     def minimum(self, tables: Sequence[Table]) -> Minimum:
         """Return the choices with the least sum of `tables`.
