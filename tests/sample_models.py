@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shardwright.core.capture.capture import capture
-from shardwright.core.graph.graph import Graph
+from shardwright.core.graph.graph import Graph, WholeBatch
 
 Model = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 
@@ -23,6 +24,14 @@ def captured(model: Callable[..., Model], **options: Any) -> Graph:
     with torch.device("meta"):
         net, args, kwargs = model(**options)
     return capture(net, args, kwargs)
+
+
+def captured_micro_batch(
+    model: Callable[..., Model], micro_batches: int, batch: int = 4, **options: Any
+) -> Graph:
+    """The graph of one of so many micro-batches, whose mean loss is that of the batch."""
+    graph = captured(model, batch=batch // micro_batches, **options)
+    return replace(graph, whole_batch=WholeBatch())
 
 
 class MLP(nn.Module):

@@ -11,24 +11,22 @@ import torch
 from torch import Tensor, nn
 
 import shardwright as sw
-from sample_models import llama
+from sample_models import captured_micro_batch, llama
 from shardwright.core.cost import dry_run, meta_chunk
 from shardwright.core.cost.dry_run import DryRun, DryRunCache, dry_run_chunk
 from shardwright.core.cost.memory import memory
 from shardwright.core.cost.meta_chunk import Phase
 from shardwright.core.partition.schedules import SCHEDULES
 
-NET, ARGS, KWARGS = llama(layers=8)
+MICRO_BATCHES = 4
 
 
 def planned(schedule: str = "1f1b", level: str = "level1") -> sw.Plan:
     return sw.plan(
-        NET,
-        ARGS,
-        KWARGS,
+        captured_micro_batch(llama, MICRO_BATCHES, layers=8),
         devices=8,
         stages=2 if SCHEDULES[schedule].allows_several_chunks else 4,
-        micro_batches=4,
+        micro_batches=MICRO_BATCHES,
         schedule=schedule,
         hsdp={"level": level, "threshold": 0},
     )

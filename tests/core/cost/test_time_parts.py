@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 import shardwright as sw
-from sample_models import llama
+from sample_models import captured_micro_batch, llama
 from shardwright.core.cost.cluster import Cluster
 from shardwright.core.cost.clusters import load_cluster
 from shardwright.core.cost.predict import predict
@@ -18,8 +18,8 @@ STAGES = {"stages": 2, "micro_batches": 4}
 
 
 def plan_of_llama(**options: Any) -> sw.Plan:
-    net, args, kwargs = llama(layers=2)
-    return sw.plan(net, args, kwargs, devices=4, **options)
+    graph = captured_micro_batch(llama, options.get("micro_batches", 1), layers=2)
+    return sw.plan(graph, devices=4, **options)
 
 
 def parts_of(plan: sw.Plan, cluster: Cluster) -> tuple[TimePart, ...]:
