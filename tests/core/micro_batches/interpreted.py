@@ -79,10 +79,13 @@ def batch(samples: int = 8) -> tuple[Tensor, Tensor]:
 
 def of_micro_batch(model: nn.Module, samples: int) -> Graph:
     """The graph of a micro-batch of so many of 8 samples."""
-    x, y = batch()
-    x = x.to(next(model.parameters()).dtype)
 
     def captured(count: int) -> Graph:
-        return sw.capture(model, (x[: count * samples], y[: count * samples]))
+        return graph_of(model, count * samples)
 
     return with_whole_batch(captured(1), 8 // samples, captured)
+
+
+def graph_of(model: nn.Module, samples: int) -> Graph:
+    x, y = batch(samples)
+    return sw.capture(model, (x.to(next(model.parameters()).dtype), y))

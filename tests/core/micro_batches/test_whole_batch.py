@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from core.micro_batches.interpreted import (
     Loss,
     Model,
     batch,
+    graph_of,
     in_micro_batches,
     of_micro_batch,
     rows,
@@ -242,12 +244,25 @@ def model_of(name: str) -> Model:
     return Model({**MEANS, **TERMS, **OTHERS}[name]).double()
 
 
+@cache
+def captured(name: str, samples: int) -> Graph:
+    """The graph of a call with so many samples: sizes of micro-batches share that of the batch."""
+    return graph_of(model_of(name), samples)
+
+
+def split(name: str, samples: int) -> Graph:
+    """The graph of a micro-batch of so many of 8 samples."""
+    return with_whole_batch(
+        captured(name, samples), 8 // samples, lambda count: captured(name, count * samples)
+    )
+
+
 @pytest.mark.parametrize("samples", [4, pytest.param(2, marks=pytest.mark.slow), 1])
 @pytest.mark.parametrize("name", [*MEANS, *TERMS])
 def test_micro_batches_make_the_loss_of_the_batch(name: str, samples: int) -> None:
     model = model_of(name)
     x, y = batch()
-    graph = of_micro_batch(model, samples)
+    graph = split(name, samples)
     if samples == 1 and isinstance(graph.whole_batch, str):
         assert name in REFUSED_BY_SAMPLE, graph.whole_batch
         return
@@ -258,7 +273,7 @@ def test_micro_batches_make_the_loss_of_the_batch(name: str, samples: int) -> No
 
 @pytest.mark.parametrize("name", MEANS)
 def test_a_mean_over_samples_leaves_the_graph_as_it_is(name: str) -> None:
-    graph = of_micro_batch(model_of(name), 4)
+    graph = split(name, 4)
     assert graph.is_term_of_batch == (name in COUNTED)
     assert isinstance(graph.whole_batch, WholeBatch)
     assert graph.whole_batch.reduction == ("sum" if name in COUNTED else "mean")
@@ -266,7 +281,7 @@ def test_a_mean_over_samples_leaves_the_graph_as_it_is(name: str) -> None:
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_what_mixes_samples_is_refused(name: str) -> None:
-    assert isinstance(of_micro_batch(model_of(name), 4).whole_batch, str)
+    assert isinstance(split(name, 4).whole_batch, str)
 
 
 def test_a_loop_over_samples_or_parts_of_the_batch_is_refused_with_what_to_do() -> None:
@@ -337,7 +352,7 @@ def test_check_casts_what_is_computed_of_the_batch() -> None:
 
 
 def test_what_mixes_samples_is_named_with_its_line() -> None:
-    why = of_micro_batch(model_of("a spread"), 4).whole_batch
+    why = split("a spread", 4).whole_batch
     assert isinstance(why, str)
     assert re.fullmatch(
         r"aten.std.dim in 'std' \(test_whole_batch.py:\d+\): the operator mixes samples", why
