@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -30,11 +31,16 @@ def planned(model: Model, devices: int, **options: Any) -> tuple[Model, sw.Plan]
     return model, sw.plan(*model, devices=devices, **options)
 
 
+@cache
+def planned_case(case: str) -> tuple[Model, sw.Plan]:
+    make, options = CASES[case]
+    return planned(make(), 8, **options)
+
+
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("case", CASES)
 def test_every_step_sends_what_the_plan_says(case: str, device: str) -> None:
-    make, options = CASES[case]
-    model, plan = planned(make(), 8, **options)
+    model, plan = planned_case(case)
     result = sw.rehearse(*model, plan, device=device)
     assert result.passes()
     for rank in result.ranks:
