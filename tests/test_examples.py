@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import shardwright as sw
+from forked import python
 from shardwright.run import Batches, MeanAbsoluteError, mnist_or_digits
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -26,8 +27,13 @@ STEPS = 8
 def printed(script: str, *options: str, launcher: tuple[str, ...] = ()) -> str:
     environment = {key: value for key, value in os.environ.items() if key != "DATA_PATH"}
     environment["OMP_NUM_THREADS"] = "1"
+    command = [str(EXAMPLES / f"{script}.py"), "--log-every", "1", *options]
+    if not launcher:
+        alone = python(*command, environment=environment)
+        assert alone.status == 0, alone.errors[0]
+        return alone.printed[0]
     ended = subprocess.run(
-        [sys.executable, *launcher, str(EXAMPLES / f"{script}.py"), "--log-every", "1", *options],
+        [sys.executable, *launcher, *command],
         env=environment,
         capture_output=True,
         text=True,
