@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 
 import pytest
 
@@ -18,6 +19,11 @@ __all__ = [
 
 # No test leaves a graph in the user's own folder, or reads one; the tests of the cache ask for it.
 os.environ.setdefault("SHARDWRIGHT_GRAPH_CACHE", "off")
+
+NO_BYTECODE = sys.dont_write_bytecode
+"""Whether PYTHONDONTWRITEBYTECODE is set. Collection writes bytecode all the same: without it each
+worker compiles all tests, and each process that they start the package, in 1.3 CPU seconds."""
+sys.dont_write_bytecode = False
 
 SLOW_TIMEOUT = 3600
 """Seconds for a slow test: some take minutes on an idle machine, and machines are shared."""
@@ -39,6 +45,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
+    # Tests write modules of one name again within a second, which bytecode would hide.
+    sys.dont_write_bytecode = NO_BYTECODE
     # The garbage collector would visit the 700,000 objects of modules and tests again and again.
     gc.collect()
     gc.freeze()
