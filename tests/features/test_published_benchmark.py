@@ -33,6 +33,14 @@ def test_a_run_is_predicted_with_its_memory(prediction: bench_published.Predicti
     assert prediction.throughput * prediction.ratio == pytest.approx(1000)
 
 
+def test_a_run_is_refused_for_what_is_allocated(prediction: bench_published.Prediction) -> None:
+    # The planner compares what is allocated; the published peak is what the allocator reserves.
+    for allocated, is_refused in ((0.99, False), (1.01, True)):
+        memory = int(allocated * bench_published.RESERVED * prediction.device_memory)
+        assert memory > prediction.device_memory
+        assert replace(prediction, memory=memory).is_refused == is_refused
+
+
 def test_goals_that_are_missed_are_named(prediction: bench_published.Prediction) -> None:
     run = prediction.run.model_copy(update={"memory_gib": None})  # type: ignore[attr-defined]
     good = replace(prediction, run=run)
@@ -42,7 +50,7 @@ def test_goals_that_are_missed_are_named(prediction: bench_published.Prediction)
     table = bench_published.by_source(
         [
             *(times(good, 1.02), times(good, 1.09), times(prediction, 1.4)),
-            replace(times(good, 1.0), memory=2**40),
+            replace(times(good, 1.0), memory=int(bench_published.RESERVED * 2**40)),
         ],
         "",
     )

@@ -14,6 +14,7 @@ from shardwright.core.cost.memory import bytes_text
 from shardwright.core.cost.optimizer_state import orthogonalized_parameters
 from shardwright.core.cost.predict import chunk_times, predict
 from shardwright.errors import PlanError
+from tools.compare.test_published_rows import planned
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +47,24 @@ def test_on_a_cluster_actions_take_seconds_and_messages_take_time(plan: sw.Plan)
     assert 0 < first.end < 1e-3
     assert second.start > first.end
     assert 0 < line.bubble < 0.5
+
+
+def test_devices_that_hold_the_same_activation_send_its_parts() -> None:
+    # Without sequence parallel both devices of a stage hold the whole activation.
+    run = planned(data_parallel=1, tensor_parallel=2, stages=2, devices=4, sharded="none")
+    partitioned = run.candidate.partitioned
+    # Each stage is a node. Without latencies the bytes decide.
+    node, network = (replace(level, latency=0.0) for level in load_cluster("h100").levels)
+    whole = replace(load_cluster("h100"), levels=(replace(node, devices=2), network))
+    divided = replace(whole, device=replace(whole.device, divides_sends=True))
+    for cluster, copies in ((whole, 1), (divided, 2)):
+        assert chunk_times(partitioned, cluster)[0].copies == copies
+    first, second = (predict(partitioned, each).timeline for each in (whole, divided))
+    assert first is not None and second is not None
+    sent = partitioned.chunks[0].border_bytes[0]
+    waits = [line.stages[1][0].start - line.stages[0][0].end for line in (first, second)]
+    assert waits[0] == pytest.approx(sent / network.rate)
+    assert waits[1] == pytest.approx(sent / 2 / network.rate + sent / 2 / node.rate)
 
 
 def test_stages_that_share_a_processor_leave_it_to_each_other_where_they_wait(

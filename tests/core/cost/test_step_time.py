@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from sample_models import llama, mlp
 from shardwright.core.capture.capture import capture
 from shardwright.core.cost.cluster import Cluster, Device, LinkLevel
-from shardwright.core.cost.step_time import StepTime, step_time
+from shardwright.core.cost.step_time import StepTime, bucket_seconds, step_time
 from shardwright.core.cost.time_model import (
     MEMBER_OPERATORS,
     PARAMETER_OPERATORS,
@@ -24,6 +24,7 @@ from shardwright.core.partition.communication import communication, default_stor
 from shardwright.core.partition.decisions import Decisions
 from shardwright.core.rules.rule import RING, Cuts, Reduction
 from shardwright.core.search.baselines import data_parallel
+from tools.compare.test_published_rows import planned
 
 DEVICE = Device(
     1, {"float32": 1e6, "bfloat16": 4e6}, memory_bandwidth=1e5, matrix_efficiency=0.5, overhead=0.01
@@ -240,6 +241,24 @@ def test_gradients_that_are_reduced_in_float32_are_sent_in_twice_the_bytes(graph
             for cluster in (CLUSTER, double)
         )
         assert after[0] == before[0] and after[1] > 1.9 * before[1]
+
+
+def test_lists_of_parts_are_copied_part_by_part() -> None:
+    plan = planned(data_parallel=8, sharded="parameters").candidate.partitioned
+    in_lists = replace(CLUSTER, device=replace(DEVICE, part_overhead=1e-3))
+    plain, copied = (
+        list(bucket_seconds(plan.chunks[0].communication, TimeModel(cluster, plan.mesh)))
+        for cluster in (CLUSTER, in_lists)
+    )
+    copies_of = {"all_gather": 8, "vary": 0}
+    found = set()
+    for (bucket, *_, before), (*_, after) in zip(plain, copied, strict=True):
+        operations = {step.operation for step in bucket.steps}
+        # Parameters that are not sharded have all-reduces, which write the tensor that they read.
+        copies = max(copies_of[operation] for operation in operations)
+        assert after - before == pytest.approx(copies * 1e-3 if before else 0)
+        found |= operations
+    assert found == set(copies_of)
 
 
 def test_parameters_that_wait_for_the_backward_pass_are_exposed() -> None:

@@ -70,3 +70,21 @@ def test_no_more_of_a_redistribution_is_hidden_than_routed_tokens_take() -> None
     assert any(any(pair) for pair in hidden.values())
     for transfer, pair in hidden.items():
         assert all(h <= s for h, s in zip(pair, seconds.get(transfer, pair), strict=True))
+
+
+def test_kernels_that_send_tokens_reach_their_own_bandwidth_within_a_node() -> None:
+    plan = partitioned(data_parallel=8, expert_parallel=8)
+    h100 = load_cluster("h100")
+    by_collectives = replace(h100, device=replace(h100.device, sends_routed_tokens=True))
+    link = replace(h100.levels[0], latency=0.0)
+    # The same group within a node of eight, and over nodes of two.
+    small_node = replace(link, devices=2)
+    for levels, is_faster in (((link,), True), ((small_node, h100.levels[1]), False)):
+        slow = replace(by_collectives, levels=levels)
+        device = replace(slow.device, dispatch_efficiency=2 / 3 * link.efficiency)
+        seconds, slower = (
+            predict(plan, each, True).chunks[0].forward_redistributions
+            for each in (slow, replace(slow, device=device))
+        )
+        assert (slower > 1.2 * seconds) == is_faster
+        assert slower == pytest.approx(seconds) or is_faster

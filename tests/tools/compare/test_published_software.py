@@ -29,6 +29,7 @@ def cluster(**changes: Any) -> Cluster:
         ({"framework": "torchtitan", "source": "a page on NeMo"}, "h100_compiled"),
         ({"source": "https://github.com/pytorch/torchtitan table 1"}, "h100_grand_teton"),
         ({"source": "arXiv:2205.05198 table 5", "hardware": "a100"}, "a100_megatron"),
+        ({"source": "arXiv:2104.04473 table 2 ZeRO-3 175B", "hardware": "a100"}, "a100_zero3"),
         ({"framework": "Megatron-LM 0.8"}, "h100_nemo"),
         ({"source": "bigscience-workshop/bigscience", "hardware": "a100"}, "a100_omni_path"),
         # Nobody knows the framework.

@@ -98,10 +98,16 @@ class Device:
             all devices that share the experts.
         sends_tokens_once: whether a token is sent once to a device that has several of its experts;
             only with `sends_routed_tokens`.
+        dispatch_efficiency: fraction of the bandwidth that kernels which send routed tokens reach
+            on the fastest links; by default that of collectives.
         routing_traffic: bytes that kernels read and write to sort tokens by expert and to sum the
             outputs of experts, relative to sorting and weighting all copies of tokens separately.
         reduction_traffic: bytes that reductions of gradients send, relative to gradients in the
             dtype of computation; 2 for bfloat16 gradients that are reduced in float32.
+        divides_sends: whether devices of a stage that hold the same activation each send a part of
+            it to the next stage, which gathers the parts over its fastest links.
+        part_overhead: seconds to copy the part of each device in a gather or reduction of
+            parameters; 0 if a collective reads and writes one tensor instead of a list.
         overlap_slowdown: seconds by which one second of overlapped communication slows down
             computation; 0 for free overlap, 1 for no gain from overlap.
         overhead: minimum seconds of each operator, such as the time of a kernel launch.
@@ -127,8 +133,11 @@ class Device:
     overlaps_products: bool = False
     sends_routed_tokens: bool = False
     sends_tokens_once: bool = False
+    dispatch_efficiency: float | None = None
     routing_traffic: float = 1.0
     reduction_traffic: float = 1.0
+    divides_sends: bool = False
+    part_overhead: float = 0.0
     overlap_slowdown: float = 0.0
     overhead: float = 0.0
     pass_overhead: float = 0.0

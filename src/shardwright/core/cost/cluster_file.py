@@ -179,6 +179,10 @@ class _ClusterMappingReader:
             )
         return share
 
+    def optional_share(self, key: str) -> float | None:
+        """Return the value of `key` in the file, a fraction up to 1; None if it is missing."""
+        return self.share(key) if key in self.mapping else None
+
     def boolean(self, key: str, default: bool) -> bool:
         """Return the value of `key` in the file, true or false."""
         value = self.mapping.get(key, default)
@@ -220,8 +224,8 @@ def _read_device(reader: _ClusterMappingReader) -> Device:
         *("attention_efficiency", "attention_half", "attention_head_half"),
         *("matrix_half", "overlap_slowdown", "overhead"),
         *("norm_traffic", "pointwise_traffic", "overlaps_parameters", "overlaps_products"),
-        *("sends_routed_tokens", "sends_tokens_once", "routing_traffic"),
-        "reduction_traffic",
+        *("sends_routed_tokens", "sends_tokens_once", "dispatch_efficiency", "routing_traffic"),
+        *("reduction_traffic", "divides_sends", "part_overhead"),
         *("pass_overhead", "step_overhead", "at_full_rate"),
     )
     rates = _ClusterMappingReader(reader.required("rates"), reader.where, f"{reader.prefix}rates.")
@@ -243,11 +247,7 @@ def _read_device(reader: _ClusterMappingReader) -> Device:
         matrix_efficiency=reader.share("matrix_efficiency"),
         memory_efficiency=reader.share("memory_efficiency"),
         # None, not 1.0: `Device` then takes the efficiency of matrix products.
-        attention_efficiency=(
-            reader.share("attention_efficiency")
-            if "attention_efficiency" in reader.mapping
-            else None
-        ),
+        attention_efficiency=reader.optional_share("attention_efficiency"),
         # Numbers of keys and sizes of dimensions have no unit.
         attention_half=reader.number("attention_half", {"": 1.0}, 0.0, allows_zero=True),
         attention_head_half=reader.number("attention_head_half", {"": 1.0}, 0.0, allows_zero=True),
@@ -259,9 +259,13 @@ def _read_device(reader: _ClusterMappingReader) -> Device:
         overlaps_products=reader.boolean("overlaps_products", False),
         sends_routed_tokens=reader.boolean("sends_routed_tokens", False),
         sends_tokens_once=reader.boolean("sends_tokens_once", False),
+        # None, not 1.0: tokens are then sent as fast as other tensors.
+        dispatch_efficiency=reader.optional_share("dispatch_efficiency"),
         routing_traffic=reader.share("routing_traffic"),
         # Not a share: reductions in float32 send twice the bytes of bfloat16 gradients.
         reduction_traffic=reader.number("reduction_traffic", SHARE, 1.0),
+        divides_sends=reader.boolean("divides_sends", False),
+        part_overhead=reader.number("part_overhead", SECONDS, 0.0, allows_zero=True),
         overlap_slowdown=reader.share("overlap_slowdown", 0.0),
         overhead=reader.number("overhead", SECONDS, 0.0, allows_zero=True),
         pass_overhead=reader.number("pass_overhead", SECONDS, 0.0, allows_zero=True),

@@ -69,6 +69,10 @@ class Links:
         may_skip_parts = self.shares_processor and collective == "all_reduce" and not bucketed
         return self._hierarchical_seconds(levels_of_group, num_bytes, collective, may_skip_parts)
 
+    def is_innermost(self, axes: Iterable[int]) -> bool:
+        """Whether a group over the flattened `axes` uses only the fastest links."""
+        return all(level == 0 for level, _ in self._link_levels_of_group(axes))
+
     def _hierarchical_seconds(
         self,
         levels_of_group: list[tuple[int, int]],

@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from shardwright.core.cost.cluster import Cluster
+from shardwright.core.cost.cluster import Cluster, LinkLevel
 from shardwright.core.cost.collectives import sequential_messages
 from shardwright.core.cost.flops import work_of
 from shardwright.core.cost.optimizer_state import orthogonalized_parameters
@@ -64,10 +64,12 @@ class ChunkTime:
         step: components of the chunk's seconds in a step.
         sent_bytes: bytes per micro-batch that a device sends to the next chunk; None for the last
             chunk.
+        copies: number of devices of a stage that each send a part of the same activations.
     """
 
     step: StepTime
     sent_bytes: int | None
+    copies: int = 1
 
 
 def chunk_times(
@@ -113,7 +115,9 @@ def chunk_times(
                 repeats_segments=repeats_segments,
             )
         sent_bytes = chunk.border_bytes[0] if chunk.leaving else None
-        times.append(ChunkTime(time, sent_bytes))
+        # Only devices that divide what they send need to know how many hold the same.
+        copies = _num_copies_of_sent(chunk) if model.device.divides_sends else 1
+        times.append(ChunkTime(time, sent_bytes, copies))
     return tuple(times)
 
 
@@ -140,6 +144,15 @@ def with_longer_backward(
     return longer
 
 
+def _num_copies_of_sent(chunk: Chunk) -> int:
+    """Return how many devices of a stage hold the same activations that `chunk` sends; 1 if it
+    sends none."""
+    whole_bytes = sum(value.numel * value.itemsize for value in chunk.leaving)
+    # Devices that hold parts of different sizes, or of several tensors, share the mean.
+    held_bytes = chunk.border_bytes[0] * chunk.mesh.num_devices
+    return max(1, held_bytes // whole_bytes) if whole_bytes else 1
+
+
 def _chunk_seconds(
     times: Sequence[ChunkTime], pipeline: PipelineSpec, model: TimeModel
 ) -> Iterator[ChunkSeconds]:
@@ -152,13 +165,30 @@ def _chunk_seconds(
         if time.sent_bytes is not None:
             source, target = pipeline.stage_of(number), pipeline.stage_of(number + 1)
             link = model.links.cluster.link_between(source * devices, target * devices)
-            send = link.call + link.latency + time.sent_bytes / link.rate
+            send = _send_seconds(time.sent_bytes, time.copies, link, model)
         forward, backward = time.step.forward_seconds, time.step.backward_seconds
         # Without stages no schedule runs passes, and a step is one call.
         if pipeline.stages > 1:
             overhead = model.device.pass_overhead
             forward, backward = forward + overhead, backward + overhead
         yield ChunkSeconds(forward, backward, send=send)
+
+
+def _send_seconds(num_bytes: int, copies: int, link: LinkLevel, model: TimeModel) -> float:
+    """Return the seconds of sending the activations of one micro-batch to the next stage.
+
+    Args:
+        num_bytes: bytes that a device holds.
+        copies: number of devices that hold the same activations.
+        link: link between the stages.
+    """
+    if copies == 1:
+        return link.call + link.latency + num_bytes / link.rate
+    # Each of `copies` devices sends its part, which the next stage gathers (Narayanan et al.,
+    # arXiv:2104.04473, section 4.1).
+    inner = model.links.cluster.levels[0]
+    gather = inner.call + copies * inner.latency + (copies - 1) / copies * num_bytes / inner.rate
+    return link.call + link.latency + num_bytes / copies / link.rate + gather
 
 
 def overlaps_of_chunk(

@@ -305,7 +305,16 @@ def _sent_byte_fractions(
     device = model.device
     if not device.sends_routed_tokens:
         return {}
-    return routed_shares(graph, communication, cuts, device.sends_tokens_once)
+    shares = routed_shares(graph, communication, cuts, device.sends_tokens_once)
+    if device.dispatch_efficiency is None:
+        return shares
+    # Kernels that send tokens reach another bandwidth than collectives, as long as they stay on the
+    # fastest links.
+    speed = device.dispatch_efficiency / model.links.cluster.levels[0].efficiency
+    return {
+        transfer: share / (speed if model.links.is_innermost(transfer.step.axes) else 1)
+        for transfer, share in shares.items()
+    }
 
 
 def _transfer_seconds(
@@ -359,10 +368,14 @@ def _collective_seconds_of_bucket(bucket: Bucket, model: TimeModel) -> ForwardBa
         if step.operation == "all_gather":
             local *= step.group_size
             gather += model.links.seconds("all_gather", step.axes, local)
+            gather += step.group_size * model.device.part_overhead
         # `vary` comes first in a route, so the all-reduce of HSDP has the size of a shard.
         if step.backward is not None and bucket.trained:
             reduced = local * model.device.reduction_traffic
             reduce += model.links.seconds(step.backward, step.axes, reduced)
+            # An all-reduce writes the tensor that it reads.
+            if step.backward == "reduce_scatter":
+                reduce += step.group_size * model.device.part_overhead
     # No copies for a bucket that is not gathered, or not reduced.
     return gather and gather + copy_seconds, reduce and reduce + copy_seconds
 

@@ -92,6 +92,7 @@ FRAMEWORKS = {
     "megatron core": "nemo",
     "transformer engine": "nemo",
     "nemo": "nemo",
+    "2104.04473 table 2 zero-3": "zero3",
     "2104.04473": "megatron",
     "2205.05198": "megatron",
     # Those of 2023 and later, on Hopper, are Megatron Core with Transformer Engine.
@@ -116,7 +117,8 @@ MODEL_HARDWARE = "h100"
 
 FRAMEWORK_FIGURES = (
     *("pointwise_traffic", "overlaps_parameters", "overlaps_products", "overlap_slowdown"),
-    *("sends_routed_tokens", "sends_tokens_once", "routing_traffic", "reduction_traffic"),
+    *("sends_routed_tokens", "sends_tokens_once", "dispatch_efficiency", "routing_traffic"),
+    *("reduction_traffic", "divides_sends", "part_overhead"),
 )
 """Device parameters of the framework, independent of the hardware: traffic of fused kernels, and
 overlap with communication."""
