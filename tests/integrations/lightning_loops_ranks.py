@@ -11,13 +11,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning import LightningModule, Trainer, seed_everything
+from lightning import Fabric, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, TensorDataset
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from shardwright.integrations.fabric import FabricStrategy
 from shardwright.integrations.lightning import ShardwrightStrategy
 from torchrun import run_checks
 
@@ -120,7 +122,38 @@ def stochastic_weight_averaging_averages_sharded_parameters() -> None:
     )
 
 
+def averaged(devices: int) -> tuple[list[float], list[float]]:
+    """Train with Fabric on local batches, and return losses of the model and of its average, which
+    is created before the model is planned."""
+    alone = devices == 1
+    strategy = "auto" if alone else FabricStrategy(dataset_strategy="data_parallel")
+    fabric = Fabric(accelerator="cpu", devices=devices, strategy=strategy)
+    fabric.launch()
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+    net, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    average = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.8))
+    loader = fabric.setup_dataloaders(DataLoader(samples(), batch_size=8 // devices))
+    losses, averaged_losses = [], []
+    for x, y in loader:
+        loss = nn.functional.mse_loss(net(x), y)
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        average.update_parameters(net)
+        with torch.no_grad():
+            average_loss = nn.functional.mse_loss(average(x), y)
+        losses.append(float(fabric.all_reduce(loss.detach())))
+        averaged_losses.append(float(fabric.all_reduce(average_loss)))
+    return losses, averaged_losses
+
+
+def an_average_created_before_planning_follows_the_model() -> None:
+    torch.testing.assert_close(averaged(dist.get_world_size()), averaged(1), rtol=1e-5, atol=1e-6)
+
+
 CHECKS = (
+    an_average_created_before_planning_follows_the_model,
     shuffled_loaders_draw_the_order_of_one_process,
     toggled_optimizers_train_their_models,
     stochastic_weight_averaging_averages_sharded_parameters,

@@ -121,6 +121,15 @@ class OwnLoss(Trainer):
         return (loss, outputs) if return_outputs else loss
 
 
+def momentum_and_schedule(net: torch.nn.Module) -> tuple[Any, Any]:
+    """An optimizer with two groups and its schedule, as users pass them to `Trainer`."""
+    matrices = [p for p in net.parameters() if p.ndim > 1]
+    vectors = [p for p in net.parameters() if p.ndim == 1]
+    groups = [{"params": matrices}, {"params": vectors, "lr": 0.5}]
+    optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+    return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+
+
 EVERY_STEP: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], type[Trainer]]] = {
     "accumulation": ({"gradient_accumulation_steps": 2}, {}, Trainer),
@@ -144,6 +153,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], type[Trainer]]] = {
         {},
         Trainer,
     ),
+    "own optimizer": ({}, {"optimizers": momentum_and_schedule}, Trainer),
     "generation": (
         {**EVERY_STEP, "predict_with_generate": True, "generation_max_length": 12},
         {"compute_metrics": generated},
@@ -157,6 +167,8 @@ def main(kind: str, case: str, folder: Path) -> None:
     classifies, generates = "data_collator" in keywords, cls is Seq2SeqTrainer
     set_seed(0)
     net = classifier() if classifies else translator() if generates else language_model()
+    if "optimizers" in keywords:
+        keywords = {**keywords, "optimizers": keywords["optimizers"](net)}
     arguments = (Seq2SeqTrainingArguments if generates else TrainingArguments)(
         str(folder),
         per_device_train_batch_size=4 // WORLD,

@@ -43,6 +43,14 @@ class PlannedModelsStrategy:
         self._planned_models = PlannedModels(plan, options)
         self._distributed_checkpoints = save_distributed_checkpoint
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> PlannedModelsStrategy:
+        """Return itself: a process has one strategy, to which modules of `fabric.setup` refer.
+
+        Copies of these modules, such as those of `AveragedModel`, are planned by it too. Its
+        process groups cannot be copied.
+        """
+        return self
+
     @property
     def _sampler_arguments(self) -> dict[str, Any]:
         """Arguments with which a `DistributedSampler` selects this rank's samples."""

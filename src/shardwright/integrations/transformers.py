@@ -29,6 +29,7 @@ from shardwright.core.checkpoint.torch_file import read_torch_file, write_torch_
 from shardwright.core.parallel.module import ParallelModule
 from shardwright.core.parallel.whole import whole
 from shardwright.core.plan import Plan
+from shardwright.core.runtime.adopt_optimizer import adopt_parameters_of_model
 from shardwright.core.runtime.stop_signals import StopSignals
 from shardwright.core.torch_internals import pytree
 from shardwright.errors import ConfigError, PlanError
@@ -130,6 +131,9 @@ class ShardwrightTrainer(Trainer):  # type: ignore[misc]
             )
         # Released, so that no rank keeps the full model beside its shards.
         parallel_model = parallelize(self.model, plan, self.args.device, release=True)
+        if self.optimizer is not None:
+            # Passed as `optimizers=`, with the parameters that the planned ones have replaced.
+            adopt_parameters_of_model(self._unwrapped_optimizer, parallel_model)
         # `Trainer` calls `model_wrapped`, and passes the model of the handler to callbacks.
         self.model = self.model_wrapped = parallel_model
         self.callback_handler.model = self.model
