@@ -506,3 +506,32 @@ def test_a_read_of_a_value_that_micro_batches_do_not_determine_says_why() -> Non
     planned.train_step(x)
     with pytest.raises(sw.PlanError, match="mixes samples, so that micro-batches do not determine"):
         planned.train_step(x)
+
+
+class MaskedByLength(nn.Module):
+    """Caches the mask of an `nn.TransformerEncoder`, which looks for causal masks by their values,
+    as PyTorch's word language model does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, 0.0)
+        self.encoder, self.decoder = nn.TransformerEncoder(layer, 1), nn.Linear(8, 8)
+        self.mask: Tensor | None = None
+
+    def forward(self, x: Tensor, is_causal: bool | None = None) -> Tensor:
+        if self.mask is None or self.mask.size(0) != len(x):
+            self.mask = torch.log(torch.tril(torch.ones(len(x), len(x))))
+        hidden = self.encoder(x, mask=self.mask, is_causal=is_causal)
+        return self.decoder(hidden).square().mean()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("hint", [None, True, False])
+def test_a_causal_mask_that_forward_caches_by_length_is_read(hint: bool | None) -> None:
+    net = MaskedByLength()
+    eager = MaskedByLength()
+    eager.load_state_dict(net.state_dict())
+    planned = sw.parallelize(net, sw.plan(net, (torch.randn(6, 4, 8), hint), devices=1))
+    for length in (6, 5, 6):
+        x = torch.randn(length, 4, 8)
+        torch.testing.assert_close(planned(x, hint), eager(x, hint))
+        torch.testing.assert_close(planned.mask, eager.mask)

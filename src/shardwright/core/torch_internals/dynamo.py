@@ -32,6 +32,7 @@ from torch._dynamo.variables import (
     UnspecializedNNModuleVariable,
     builder,
 )
+from torch._dynamo.variables.functions import UserFunctionVariable
 from torch._dynamo.variables.misc import (
     DebuggingVariable,
     NumpyVariable,
@@ -50,6 +51,7 @@ from shardwright.core.torch_internals.dynamo_library_calls import (
     iterate_logger_methods,
     print_after_graph,
     trace_conversion_to_numpy,
+    trace_function_call,
     trace_numpy_call,
 )
 from shardwright.core.torch_internals.dynamo_module_calls import ModuleCall
@@ -204,6 +206,7 @@ class DynamoCapture:
             patch.object(TensorVariable, "method_numpy", trace_conversion_to_numpy),
             patch.object(DebuggingVariable, "call_function", print_after_graph),
             patch.object(UnspecializedNNModuleVariable, "call_function", called_module),
+            patch.object(UserFunctionVariable, "call_function", trace_function_call),
             patch.object(builder.VariableBuilder, "wrap_symfloat", wrapped_float),
         ):
             output = fullgraph_capture(function, args, dict(kwargs))

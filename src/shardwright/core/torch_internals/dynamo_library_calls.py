@@ -1,4 +1,4 @@
-"""Trace calls of NumPy, `print` and loggers with the effects that they have in Python.
+"""Trace calls of NumPy, `print`, loggers and the detection of causal masks.
 
 The functions replace methods of TorchDynamo during a trace, and take their arguments.
 """
@@ -12,7 +12,10 @@ from typing import Any
 import numpy as np
 from torch._dynamo import config
 from torch._dynamo.variables import ConstantVariable, TensorVariable
+from torch._dynamo.variables.functions import UserFunctionVariable
 from torch._dynamo.variables.misc import NumpyVariable, get_np_to_tnp_map
+
+from shardwright.core.torch_internals.modules import detects_causal_mask
 
 _trace_numpy = NumpyVariable.call_function
 
@@ -42,6 +45,20 @@ def trace_conversion_to_numpy(self: Any, tx: Any, *args: Any, **kwargs: Any) -> 
     """Trace `tensor.numpy()`; the bytecode converts the outputs of the graph to arrays."""
     with config.patch(trace_numpy=True):
         return _convert_to_numpy(self, tx, *args, **kwargs)
+
+
+_trace_function = UserFunctionVariable.call_function
+
+
+def trace_function_call(function: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+    """Trace a call of a Python function; `nn.Transformer` modules detect no causal mask by its
+    values, so that attention reads the mask."""
+    if function.fn.__code__ is detects_causal_mask:
+        # The second parameter: what the caller says takes precedence.
+        hint = [*args[1:2], *(value for name, value in kwargs.items() if name == "is_causal")]
+        if all(each.is_python_constant() and each.as_python_constant() is None for each in hint):
+            return ConstantVariable.create(False)
+    return _trace_function(function, tx, args, kwargs)
 
 
 def print_after_graph(function: Any, tx: Any, args: Any, kwargs: Any) -> Any:
