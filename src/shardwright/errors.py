@@ -3,10 +3,15 @@
 The first line of a message says what is wrong and where; the second line, if any, what to do.
 """
 
+import contextlib
 import errno
+import inspect
+import os
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 MAX_MESSAGE = 2_000
@@ -267,3 +272,16 @@ def needs_extra(name: str, purpose: str, error_type: type[ShardwrightError]) -> 
     except ImportError as error:
         # From the import error, whose traceback shows which import failed.
         raise error_type(f"{purpose} ({error})\npip install 'shardwright[{name}]'") from error
+
+
+def warn_user(message: str, category: type[Warning] = ShardwrightWarning) -> None:
+    """Issue a warning at the line of the user's code that has called this package."""
+    # As `skip_file_prefixes` of `warnings.warn` does, which Python 3.11 lacks.
+    frame, level = inspect.currentframe(), 1
+    while frame is not None and frame.f_code.co_filename.startswith(_SKIPPED_FILES):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, stacklevel=level)
+
+
+_SKIPPED_FILES = (str(Path(__file__).parent) + os.sep, contextlib.__file__)
+"""Files of this package, and the module whose functions call those that are context managers."""

@@ -15,7 +15,6 @@ import reprlib
 import select
 import stat
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from hashlib import sha256
@@ -29,6 +28,7 @@ from shardwright.errors import (
     ShardwrightWarning,
     has_control_characters,
     printable,
+    warn_user,
 )
 
 ErrorType = type[ShardwrightError]
@@ -271,11 +271,10 @@ def warn_if_edited(data: Mapping[str, Any], location: str) -> None:
         location: name of the file.
     """
     if data.get(DIGEST) not in (None, content_digest(data)):
-        warnings.warn(
+        warn_user(
             f"{location} was edited or damaged after it was written: its digest differs\n"
             f"if you have edited it, remove the entry `{DIGEST}`; otherwise write the file again",
             EditedFileWarning,
-            stacklevel=3,
         )
 
 

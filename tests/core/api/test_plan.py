@@ -130,3 +130,15 @@ def test_a_name_with_control_characters_leaves_no_graphs(tmp_path: Path) -> None
     with pytest.raises(sw.CaptureError, match=r"the name 'a\\u202eb\\x1b\[2J' has control"):
         sw.plan(net, (torch.randn(8, 8),), devices=2, save_graphs=tmp_path)
     assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("level", "warns"), [(logging.WARNING, True), (logging.INFO, False)])
+def test_costs_that_no_handler_would_show_are_a_warning(
+    level: int, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    net = nn.Linear(8, 8)
+    with caplog.at_level(level, "shardwright.search"):
+        sw.plan(net, (torch.randn(4, 8),), devices=2, log_costs=True)
+    messages = [record.getMessage() for record in caplog.records]
+    assert any("logging.basicConfig(level=logging.INFO)" in each for each in messages) == warns
+    assert any("the op-cost is" in each for each in messages) != warns

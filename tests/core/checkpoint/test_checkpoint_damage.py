@@ -108,8 +108,11 @@ def test_the_newest_intact_checkpoint_is_loaded_with_a_warning_that_names_both(
     flip(tmp_path / "step-3" / file)
     (tmp_path / "step-2" / file).unlink()
     named = rf"step-3/{file} is damaged.*step-2/{file} is missing: .*step-1 is used instead"
-    with pytest.warns(CheckpointWarning, match=named):
+    with pytest.warns(CheckpointWarning, match=named) as warned:
         assert sw.load_checkpoint(tmp_path, net).step == 1
+    # At the user's call, not in the code that loads.
+    own = [each for each in warned if each.category is CheckpointWarning]
+    assert {each.filename for each in own} == {__file__}
     assert net[0].bias.tolist() == [1.0] * 4
 
 

@@ -229,8 +229,13 @@ def test_python_code_is_told_which_settings_the_checkpoint_replaces(tmp_path: Pa
         tmp_path, net, torch.optim.SGD(net.parameters(), lr=0.5), position=Position(1)
     )
     optimizer = torch.optim.SGD(net.parameters(), lr=0.25)
-    with pytest.warns(UserWarning, match=r"SGD were restored: lr=0\.5 replaces 0\.25\nto use"):
+    with pytest.warns(
+        UserWarning, match=r"SGD were restored: lr=0\.5 replaces 0\.25\nto use"
+    ) as warned:
         sw.load_checkpoint(tmp_path, net, optimizer)
+    # Without the warnings of PyTorch's own code.
+    own = [each for each in warned if "were restored" in str(each.message)]
+    assert {each.filename for each in own} == {__file__}
     with pytest.raises(CheckpointError, match="saved with SGD"):
         sw.load_checkpoint(tmp_path, net, torch.optim.AdamW(net.parameters()))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from typing import Any
 
@@ -37,6 +38,8 @@ from shardwright.core.runtime.micro_batches import (
 )
 from shardwright.core.torch_internals import pytree
 from shardwright.errors import MixedSamplesError, StrategyError
+
+log = logging.getLogger("shardwright.search")
 
 
 def plan_collectively(
@@ -110,6 +113,12 @@ def decide_model(
         ShardwrightError: if the model cannot be captured or planned.
         OSError: if `save_graphs` cannot be written.
     """
+    if options.log_costs and not (log.isEnabledFor(logging.INFO) and log.hasHandlers()):
+        log.warning(
+            "log_costs=True logs at level INFO, which the logger 'shardwright.search' does not"
+            " show\n"
+            "call `logging.basicConfig(level=logging.INFO)` before `plan`"
+        )
     if options.save_graphs is None:
         return _search_best_candidate(options, net, args, kwargs, ranking)
     files = SavedGraphs(options.save_graphs)

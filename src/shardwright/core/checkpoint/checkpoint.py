@@ -53,7 +53,7 @@ from shardwright.core.plan import Plan
 from shardwright.core.runtime.accelerator import HOST_BACKEND
 from shardwright.core.runtime.counted_calls import by_all_ranks
 from shardwright.core.runtime.devices import world_timeout
-from shardwright.errors import CheckpointError, DamagedCheckpointError, LockError
+from shardwright.errors import CheckpointError, DamagedCheckpointError, LockError, warn_user
 
 # DCP warns if it runs without a process group, as a single process intentionally does.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -155,11 +155,12 @@ class Checkpoints:
         else:
             raise DamagedCheckpointError("; ".join(problems))
         if problems:
-            _issue_checkpoint_warning(f"{'; '.join(problems)}: {folder} is used instead")
+            warn_user(f"{'; '.join(problems)}: {folder} is used instead", CheckpointWarning)
         elif not info.files:
-            _issue_checkpoint_warning(
+            warn_user(
                 f"{folder} has no checksums (checkpoint version 1): damage is not detected\nsave a "
-                "new checkpoint, which has checksums"
+                "new checkpoint, which has checksums",
+                CheckpointWarning,
             )
         return candidate, info
 
@@ -496,7 +497,3 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, info: CheckpointInfo, fol
             f"{class_name}\nuse {info.optimizer or 'the same optimizer'}, or load only the weights "
             f"with `train.load: {folder}`"
         )
-
-
-def _issue_checkpoint_warning(message: str) -> None:
-    warnings.warn(message, CheckpointWarning, stacklevel=4)

@@ -12,13 +12,12 @@ import os
 import socket
 import stat
 import time
-import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
-from shardwright.errors import LockError
+from shardwright.errors import LockError, warn_user
 from shardwright.text_files import check_path
 
 LOCK_FILE = ".lock"
@@ -164,10 +163,9 @@ def _acquire_lock(path: Path) -> int | None:
         # affected.
         except OSError as error:
             os.close(file)
-            warnings.warn(
+            warn_user(
                 f"{path.parent}: its file system does not support locks ({error.strerror})\n"
                 "make sure that no second run writes into this folder",
-                stacklevel=2,
             )
             return None
         # If not, the previous holder has removed the file since it was opened here, and the loop

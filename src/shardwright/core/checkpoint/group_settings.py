@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from math import isfinite
 from pathlib import Path
@@ -13,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardwright.core.checkpoint.manifest import CheckpointWarning
-from shardwright.errors import CheckpointError
+from shardwright.errors import CheckpointError, warn_user
 
 GroupSettings = dict[str, Any]
 """Settings of one parameter group, by name."""
@@ -91,11 +90,10 @@ def restored_groups(
     if replaced:
         shown = ", ".join(replaced[:10])
         more = f" and {len(replaced) - 10} more" if len(replaced) > 10 else ""
-        warnings.warn(
+        warn_user(
             f"the checkpoint's settings of {type(optimizer).__name__} were restored: {shown}{more}"
             "\nto use other values, set them after loading",
             CheckpointWarning,
-            stacklevel=5,
         )
     return restored
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import shutil
-import warnings
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwright.errors import ConfigError, ShardwrightWarning
+from shardwright.errors import ConfigError, ShardwrightWarning, warn_user
 
 
 class LogWarning(ShardwrightWarning):
@@ -83,11 +82,10 @@ class LogFolder:
         """Warn if files of a run that has succeeded were deleted during the run."""
         deleted = [str(file) for file in files if not file.exists()]
         if deleted:
-            warnings.warn(
+            warn_user(
                 f"logs were deleted during the run, which has succeeded: {', '.join(deleted[:4])}\n"
                 f"keep {self.root} until a run has ended, or choose another folder with --log-dir",
                 LogWarning,
-                stacklevel=2,
             )
 
     def archive_attempt(self, rank: int | None = None) -> None:

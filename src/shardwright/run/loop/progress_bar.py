@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import BinaryIO
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from shardwright.errors import ShardwrightWarning
+from shardwright.errors import ShardwrightWarning, warn_user
 from shardwright.run.loop.step_log import StepRecord
 
 
@@ -86,11 +85,10 @@ def follow_files(on_line: Mapping[Path, Callable[[str], None]]) -> Iterator[None
                 file.finish()
         except OSError as error:
             # Such as a full disk to which stdout is redirected. It does not end the run.
-            warnings.warn(
+            warn_user(
                 f"lines of the run are no longer printed: {error.strerror}\n"
                 f"read them in {files[0].path}",
                 ShardwrightWarning,
-                stacklevel=2,
             )
         finally:
             for file in files:
