@@ -418,7 +418,45 @@ def buffers_of_several_stages() -> None:
         torch.testing.assert_close(planned.counts, eager.counts)
 
 
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(WIDTH, WIDTH), 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x) * self.scale
+        return y
+
+
+class Weighted(nn.Module):
+    """Reads numbers from its arguments, an attribute and a submodule, and changes none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.beta = Scaled(), 1.0
+        self.gamma = nn.Buffer(torch.tensor(1.0))
+
+    def forward(self, x: Tensor, alpha: Any = 1.0) -> Tensor:
+        y: Tensor = self.inner(x).mean() * (alpha * self.beta * self.gamma)
+        return y
+
+
+def numbers_that_vary() -> None:
+    net, eager, (x, *_) = Weighted(), Weighted(), batches()
+    planned = sw.parallelize(net, sw.plan(net, (x, 0.5), devices=2))
+    for step in range(6):
+        eager.beta = planned.beta = step / 5
+        loss, wanted = planned(x, step / 7), eager(x, step / 7)
+        torch.testing.assert_close(loss, wanted)
+        loss.backward()
+        wanted.backward()
+        for name, own in planned.named_parameters():
+            torch.testing.assert_close(full(own.grad), eager.get_parameter(name).grad)
+
+
 CHECKS = (
+    numbers_that_vary,
     buffers_of_several_stages,
     state_that_is_in_no_attribute,
     state_of_one_rank_that_is_not_read,

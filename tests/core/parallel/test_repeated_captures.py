@@ -1,8 +1,9 @@
-"""Numbers of which each new value captures a planned model again are named once."""
+"""Numbers that change from call to call become inputs of programs, or are named once."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,55 +11,97 @@ import torch
 from torch import Tensor, nn
 
 import shardwright as sw
+from core.parallel.python_calls_ranks import Weighted
 
 STEPS = 12
 
 
-class Weighted(nn.Module):
+class Looping(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.linear, self.beta = nn.Linear(8, 8), 1.0
-        self.gamma = nn.Buffer(torch.tensor(1.0))
+        self.linear = nn.Linear(8, 8)
 
-    def forward(self, x: Tensor, alpha: Any = 1.0) -> Tensor:
-        return self.linear(x).mean() * (alpha * self.beta * self.gamma)
+    def forward(self, x: Tensor, count: int) -> Tensor:
+        for _ in range(count):
+            x = self.linear(x).tanh()
+        return x.mean()
 
 
-def planned(alpha: Any) -> Weighted:
-    net, x = Weighted(), torch.ones(4, 8)
-    return sw.parallelize(net, sw.plan(net, (x, alpha), devices=1))
+def planned(net: nn.Module, *args: Any) -> Any:
+    return sw.parallelize(net, sw.plan(net, (torch.ones(4, 8), *args), devices=1))
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
 
 
-def test_an_argument_with_another_value_in_each_call_is_named_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    net = planned(1.0)
-    for step in range(2, 2 + STEPS):
-        net(torch.ones(4, 8), step / 7)
-    (message,) = warnings(caplog)
-    assert "captured 8 times, once for each value of `alpha`, " in message
+def captures(caplog: pytest.LogCaptureFixture) -> int:
+    return sum("captured the model for" in record.getMessage() for record in caplog.records)
 
 
-def test_an_attribute_with_another_value_in_each_call_is_named_once(
+def set_argument(net: nn.Module, value: float) -> tuple[float, ...]:
+    return (value,)
+
+
+def set_attribute(net: nn.Module, value: float) -> tuple[float, ...]:
+    vars(net)["beta"] = value
+    return (0.5,)
+
+
+def set_attribute_of_submodule(net: nn.Module, value: float) -> tuple[float, ...]:
+    vars(net.get_submodule("inner"))["scale"] = value
+    return (0.5,)
+
+
+@pytest.mark.parametrize("change", [set_argument, set_attribute, set_attribute_of_submodule])
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_number_with_another_value_in_each_call_becomes_an_input(
+    change: Callable[[nn.Module, float], tuple[float, ...]],
+    trains: bool,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    net = planned(1.0)
-    for step in range(2, 2 + STEPS):
-        net.beta = step / 7
-        net(torch.ones(4, 8), 1.0)
+    net, eager, x = Weighted(), Weighted(), torch.randn(4, 8)
+    eager.load_state_dict(net.state_dict())
+    net = planned(net, 0.5)
+    call = net.train_step if trains else net
+    with caplog.at_level(logging.INFO, logger="shardwright"):
+        for step in range(STEPS):
+            args = change(net, step / 7)
+            assert args == change(eager, step / 7)
+            loss = eager(x, *args)
+            torch.testing.assert_close(call(x, *args), loss)
+            net.zero_grad()
+            eager.zero_grad()
+    assert captures(caplog) <= 5 and not warnings(caplog)
+
+
+def test_other_shapes_and_modes_read_the_number_too() -> None:
+    net, eager = Weighted(), Weighted()
+    eager.load_state_dict(net.state_dict())
+    net = planned(net, 0.5)
+    for step in range(STEPS):
+        x, training = torch.randn(4 + step % 2, 8), step % 3 > 0
+        eager.beta = net.beta = step / 5
+        got, wanted = net.train(training)(x, step / 7), eager.train(training)(x, step / 7)
+        torch.testing.assert_close(got, wanted)
+
+
+def test_a_number_that_cannot_be_an_input_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    net, eager, x = Looping(), Looping(), torch.ones(4, 8)
+    eager.load_state_dict(net.state_dict())
+    net = planned(net, 1)
+    for count in range(2, 2 + STEPS):
+        torch.testing.assert_close(net(x, count), eager(x, count))
     (message,) = warnings(caplog)
-    assert "captured 8 times, once for each value of `beta`, " in message
+    assert "captured 8 times, once for each value of `count`, " in message
 
 
 def test_the_tensors_of_the_remedy_need_no_capture(caplog: pytest.LogCaptureFixture) -> None:
-    net, x = planned(torch.tensor(1.0)), torch.ones(4, 8)
+    net, x = planned(Weighted(), torch.tensor(1.0)), torch.ones(4, 8)
     with caplog.at_level(logging.INFO, logger="shardwright"):
         for step in range(STEPS):
-            alpha = torch.tensor(step / 7)
+            alpha: Any = torch.tensor(step / 7)
             net.gamma.fill_(step)
-            torch.testing.assert_close(net(x, alpha), net.linear(x).mean() * alpha * step)
-    assert not [record for record in caplog.records if "captured" in record.getMessage()]
+            wanted: Tensor = net.inner(x).mean() * alpha * step
+            torch.testing.assert_close(net(x, alpha), wanted)
+    assert not captures(caplog)

@@ -39,6 +39,11 @@ def argument_key(leaf: Any) -> Any:
     return type(leaf), leaf
 
 
+def _name_of_path(path: str) -> str:
+    # `['scale']` for an argument `scale`, `['options']['scale']` for an entry of one.
+    return path.removeprefix("['").replace("']", "", 1)
+
+
 class PlannedCall:
     """The call that a model was planned for.
 
@@ -64,6 +69,7 @@ class PlannedCall:
             path: index for index, path in enumerate(self._list_argument_paths(graph.in_spec))
         }
         self._planned_indices: dict[pytree.TreeSpec, list[int | None]] = {}
+        self._leaf_names: dict[pytree.TreeSpec, list[str]] = {}
 
     def reorder_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """Return the arguments of a call in the structure of the planned call.
@@ -124,13 +130,19 @@ class PlannedCall:
     def numbers(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, float]:
         """Return the Python numbers among the arguments of a call, by name."""
         flat, _ = pytree.tree_flatten_with_path(self._name_arguments(args, kwargs))
-        named = ((pytree.keystr(path), leaf) for path, leaf in flat)
-        # `['scale']` for an argument `scale`, `['options']['scale']` for an entry of one.
         return {
-            path.removeprefix("['").replace("']", "", 1): leaf
-            for path, leaf in named
-            if type(leaf) in NUMBERS
+            _name_of_path(pytree.keystr(path)): leaf for path, leaf in flat if type(leaf) in NUMBERS
         }
+
+    def leaf_names(self, spec: pytree.TreeSpec) -> list[str]:
+        """Return the names of the leaves of a call, as `numbers` names them.
+
+        Args:
+            spec: structure of the call's arguments.
+        """
+        if spec not in self._leaf_names:
+            self._leaf_names[spec] = list(map(_name_of_path, self._list_argument_paths(spec)))
+        return self._leaf_names[spec]
 
     def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Check that the tensors of a call match the tensors of the planned call.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -299,7 +299,7 @@ class Execution(ModelCalls):
         self._guard.begin(key, inputs, planned_indices, self._has_gradients)
         # The guards and the captured Python expect the ordinary tensors of the capture.
         call = pytree.tree_unflatten(leaves, spec) if has_dtensors(call) else call
-        key = self._python.matching_program_key(self._train_steps, self._reachable.key(key), call)
+        key = self._step_key(spec, micro_batch_leaves, micro_batches, call)
         if key not in self._train_steps:
             partitioned = self.partitioned
             # The graph of the plan serves only for its own number of micro-batches, which its
@@ -309,11 +309,26 @@ class Execution(ModelCalls):
             if not (is_planned and self._python.guards_hold(partitioned.graph.python, call)):
                 of_args, of_kwargs = pytree.tree_unflatten(micro_batch_leaves, spec)
                 partitioned = self._capture_specialization(of_args, of_kwargs, micro_batches, dims)
+                # The capture may have found out that numbers vary, which are in no key then.
+                key = self._step_key(spec, micro_batch_leaves, micro_batches, call)
             self._evict_least_recently_used(self._train_steps)
             self._train_steps[key] = self._bind_train_step(partitioned)
         bound = touch_cache_entry(self._train_steps, key)
         check_filled(bound.step.partitioned.graph.filled, self._filled)
         return StepCall(bound, inputs, dims, call)
+
+    def _step_key(
+        self, spec: pytree.TreeSpec, leaves: Sequence[Any], micro_batches: int, call: Call
+    ) -> tuple[Any, ...]:
+        """Return the key of the training step for a call, or the key for a new one.
+
+        Args:
+            spec: the structure of the call's arguments.
+            leaves: the leaves of the arguments of a micro-batch, with global shapes.
+        """
+        keys = list(map(argument_key, leaves))
+        key = (*self._make_specialization_key(spec, keys), micro_batches)
+        return self._python.matching_program_key(self._train_steps, self._reachable.key(key), call)
 
     def _bind_train_step(self, partitioned: Partitioned) -> BoundStep:
         step = self._make_train_step(partitioned)

@@ -8,7 +8,7 @@ arguments. Each specialization is captured on its first call and its program cac
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any, TypeVar
@@ -31,7 +31,7 @@ from shardwright.core.misuse.between_outputs import OutputsOffPath
 from shardwright.core.misuse.gradient_guard import GradientGuard, WatchGradient
 from shardwright.core.misuse.planned_parameters import PlannedParameters
 from shardwright.core.parallel.bound_program import BoundProgram, BoundStep
-from shardwright.core.parallel.call import argument_key
+from shardwright.core.parallel.call import Call, argument_key
 from shardwright.core.parallel.call_leaves import CallLeaves, full_leaves, has_dtensors
 from shardwright.core.parallel.module_tensors import ModuleTensors
 from shardwright.core.parallel.python_calls import ProgramResults
@@ -183,15 +183,15 @@ class ModelCalls(Recapture):
         # The guards and the captured Python expect the ordinary tensors of the capture.
         call = pytree.tree_unflatten(leaves, spec) if has_dtensors(call) else call
         self._reachable.update()
-        state_key = self._reachable.key(specialization)
-        with renumbered_forward_hooks(self._state.modules_with_added_hooks):
-            key = self._python.matching_program_key(self._forwards, state_key, call)
+        key = self._forward_key(spec, global_leaves, call)
         if key not in self._forwards:
             # Tensors made in inference mode cannot be saved for backward, and a later call may
             # train this program.
             gradients = torch.is_grad_enabled()
             with torch.inference_mode(False), torch.set_grad_enabled(gradients):
                 captured = self._capture_specialization(*pytree.tree_unflatten(global_leaves, spec))
+                # The capture may have found out that numbers vary, which are in no key then.
+                key = self._forward_key(spec, global_leaves, call)
                 # After the capture, so that a capture that fails evicts no program.
                 self._evict_least_recently_used(self._forwards)
                 self._forwards[key] = self._compile_program(self._bind_program(captured))
@@ -213,6 +213,20 @@ class ModelCalls(Recapture):
             result = self._python.run(bound.graph.python, program, call)
         self._state.forget_removed_hooks()
         return result, bound.graph, outputs
+
+    def _forward_key(
+        self, spec: pytree.TreeSpec, leaves: Sequence[Any], call: Call
+    ) -> tuple[Any, ...]:
+        """Return the key of the program for a call, or the key for a new program.
+
+        Args:
+            spec: the structure of the call's arguments.
+            leaves: the leaves of the arguments, with global shapes.
+        """
+        specialization = self._make_specialization_key(spec, list(map(argument_key, leaves)))
+        state_key = self._reachable.key(specialization)
+        with renumbered_forward_hooks(self._state.modules_with_added_hooks):
+            return self._python.matching_program_key(self._forwards, state_key, call)
 
     def _run_program(
         self,

@@ -64,6 +64,8 @@ class PythonCalls:
         self._changing_numbers: frozenset[str] = frozenset()
         # Those that were constants in the latest capture, as operators need their values.
         self._constant_numbers: frozenset[str] = frozenset()
+        # Whether the latest guard that failed compares no number, or one that was an input already.
+        self._has_other_changes = False
 
     def of_copy(self, module: nn.Module, template: nn.Module) -> PythonCalls:
         """Return an executor of captured Python code for `module`, a copy of the planned module."""
@@ -71,6 +73,12 @@ class PythonCalls:
         result = PythonCalls(alias, module, template, self._device)
         result._changing_numbers = self._changing_numbers
         return result
+
+    @property
+    def has_constant_numbers(self) -> bool:
+        """Whether numbers that change were constants in the latest capture, or guards on them have
+        failed that cannot become inputs, such as the count of a loop."""
+        return bool(self._constant_numbers) or self._has_other_changes
 
     def guards_hold(self, python: PythonCall | None, call: Call) -> bool:
         """Whether the guards of `python` hold for `call`; True without captured Python."""
@@ -127,7 +135,10 @@ class PythonCalls:
                 f" between calls: {guard}\nkeep it in a tensor (`register_buffer`), or pass a"
                 " tensor as an argument"
             )
-        self._changing_numbers |= last_program.guards.changed_numbers(self._module, *call)
+        changed = last_program.guards.changed_numbers(self._module, *call)
+        # Dynamo accepts a number as an input, and guards it nevertheless if it counts a loop.
+        self._has_other_changes = changed <= self._changing_numbers
+        self._changing_numbers |= changed
         log.info("another program is needed, as this no longer holds: %s", guard)
 
     def capture(self, call: Call, compute_dtype: torch.dtype | None, autocast: Autocast) -> Graph:

@@ -6,7 +6,7 @@ Each call first checks cheaply whether anything has changed, and only then compa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from copy import copy, deepcopy
 from dataclasses import dataclass
 from itertools import chain
@@ -99,6 +99,7 @@ class PythonState:
         ]
         self._record_planned_submodules()
         self._names: dict[tuple[str, str], str] = {}
+        self._left_to_guards: frozenset[str] = frozenset()
         self._keys: dict[Hashable, StateKey] = {}
         # Objects whose id is part of a key; kept alive, so that no other object gets the same id.
         self._referenced_values: dict[int, Any] = {}
@@ -240,6 +241,15 @@ class PythonState:
         values = {f"{p[0]}.{p[1]}".lstrip("."): variable(self._by_path, *p) for p in watched}
         return {name: value for name, value in values.items() if type(value) in NUMBERS}
 
+    def leave_to_guards(self, names: Collection[str]) -> None:
+        """Exclude numbers from the key, as the guards of programs compare them.
+
+        Args:
+            names: names of numbers, as `numbers` returns them; all others are in the key again.
+        """
+        self._left_to_guards = frozenset(names)
+        self._record_python_state()
+
     def _map_ids_to_template_copies(self, template: nn.Module) -> dict[int, Any]:
         """Return the modules and parameters of `template`, by the `id()` of the corresponding
         modules and parameters of the planned model."""
@@ -289,6 +299,8 @@ class PythonState:
         contents = []
         self.changed_buffers = []
         for (path, name), captured in self._names.items():
+            if f"{path}.{name}".lstrip(".") in self._left_to_guards:
+                continue
             value, names = variable(self._by_path, path, name), variables_at(self._by_path, path)
             of_buffer = path.startswith(BUFFERS)
             # A buffer is None here if another pipeline stage owns it.

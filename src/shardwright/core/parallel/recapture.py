@@ -15,6 +15,7 @@ from shardwright.core.capture.attributes import SET
 from shardwright.core.capture.autocast import Autocast
 from shardwright.core.capture.build_graph import CapturedCall
 from shardwright.core.capture.shapes import Captures
+from shardwright.core.cost.flops import work_of
 from shardwright.core.graph.graph import Graph
 from shardwright.core.graph.local_map import bind_modules
 from shardwright.core.micro_batches.whole_batch import with_whole_batch
@@ -94,6 +95,9 @@ class Recapture:
         self._planned_state = self._state.key(), (), (None, torch.get_default_dtype())
         self._captures = Captures(graph, (self._planned_state, 0))
         self._repeated_captures = RepeatedCaptures()
+        # Numbers that are not in the keys of programs, as guards compare them or they are inputs.
+        self._varying_numbers: frozenset[str] = frozenset()
+        self._can_vary_numbers, self._requires_guards = not self._excludes_guards, False
         self._filled: dict[str, str] = {}
 
     @property
@@ -137,6 +141,12 @@ class Recapture:
         # A class attribute was set on the planned model: `net.__class__.x = 1`.
         if len(vars(type(self.module))) != len(self.class_names):
             self._move_attributes_to_user_class()
+        if self._varying_numbers:
+            names = self._planned_call.leaf_names(spec)
+            leaves = [
+                key[:1] if name in self._varying_numbers else key
+                for name, key in zip(names, leaves, strict=True)
+            ]
         return *self._make_module_state_key(), spec, tuple(leaves)
 
     def _make_module_state_key(self) -> tuple[Hashable, Hashable, Hashable]:
@@ -190,10 +200,12 @@ class Recapture:
         leaves, spec = pytree.tree_flatten((args, kwargs))
         numbers = self._planned_call.numbers(args, kwargs)
         shapes = tuple(argument_key(leaf) for leaf in leaves if type(leaf) not in NUMBERS)
-        self._repeated_captures.record(
+        varying = self._repeated_captures.record(
             (spec, shapes, self.module.training, torch.is_grad_enabled()),
             {**numbers, **self._state.numbers()},
         )
+        if varying and self._can_vary_numbers:
+            self._vary_numbers(varying)
 
         # Only a comparison with the graph of a larger batch shows which constants depend on its
         # size.
@@ -234,6 +246,7 @@ class Recapture:
             # After a change of state that may be read, guards find out whether `forward` reads it.
             if self._reachable.version and (guarded := self._capture_with_guards(call)) is not None:
                 return guarded
+            self._stop_varying_numbers()
             # Not `else`: the capture above may have found a graph with Python, which is captured
             # again below.
             if graph.python is None:
@@ -261,7 +274,37 @@ class Recapture:
             log.debug("the model is captured without guards: %s", error)
             return None
         self._reachable.is_guarded = True
+        if self._varying_numbers and (
+            self._python.has_constant_numbers or not self._names_products_as_planned(graph)
+        ):
+            self._stop_varying_numbers()
+            return None
         return graph
+
+    def _vary_numbers(self, names: Collection[str]) -> None:
+        """Let guards compare the numbers `names`, which then become inputs of programs.
+
+        Captures are made with guards from now on.
+        """
+        self._varying_numbers |= frozenset(names)
+        self._state.leave_to_guards(self._varying_numbers)
+        # The guards that a version requires cover all other state too.
+        self._requires_guards |= self._reachable.version == 0
+        self._reachable.version = max(1, self._reachable.version)
+
+    def _stop_varying_numbers(self) -> None:
+        """Make varying numbers constants of programs for good, as they cannot be inputs."""
+        if self._varying_numbers:
+            self._varying_numbers, self._can_vary_numbers = frozenset(), False
+            self._state.leave_to_guards(())
+            # Nothing else has required guards.
+            if self._requires_guards and self._reachable.version == 1:
+                self._reachable.version, self._reachable.is_guarded = 0, False
+
+    def _names_products_as_planned(self, graph: Graph) -> bool:
+        """Whether matrix products have the names by which the plan shards them."""
+        planned = (op for op in self.partitioned.graph.ops if work_of(op).forward_flops)
+        return all(op.name in graph.by_name for op in planned)
 
     @property
     def _excludes_guards(self) -> bool:

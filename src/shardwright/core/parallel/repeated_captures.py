@@ -1,4 +1,4 @@
-"""Warning about Python numbers of which each new value captures a planned model again."""
+"""Python numbers of which each new value captures a planned model again."""
 
 from __future__ import annotations
 
@@ -10,35 +10,41 @@ log = logging.getLogger(__name__)
 MAX_CAPTURES = 8
 """Number of captures for different values of a number after which a warning is logged."""
 
+NUM_VALUES = 3
+"""Number of captures for different values of a number after which it is said to vary."""
+
 
 class RepeatedCaptures:
     """The Python numbers of the calls for which a planned model has been captured again.
 
-    A number among the arguments, or in an attribute, is a constant of the program. A coefficient
-    that is set in each step would silently capture the model in each step.
+    A number among the arguments, or in an attribute, is a constant of the program at first. A
+    coefficient that is set in each step would silently capture the model in each step.
     """
 
     def __init__(self) -> None:
         self._captured: dict[Hashable, list[dict[str, float]]] = {}
         self._has_warned = False
 
-    def record(self, shapes: Hashable, numbers: Mapping[str, float]) -> None:
+    def record(self, shapes: Hashable, numbers: Mapping[str, float]) -> list[str]:
         """Record a capture, and warn once if a number had a new value in each of many.
 
         Args:
             shapes: what programs depend on besides numbers: shapes, modes.
             numbers: the numbers among the arguments and in attributes, by name.
+
+        Returns:
+            The names of the numbers that had another value in each capture, after `NUM_VALUES`.
         """
         if self._has_warned:
-            return
+            return []
         captured = self._captured.setdefault(shapes, [])
         captured.append(dict(numbers))
-        if len(captured) < MAX_CAPTURES:
-            return
+        if len(captured) < NUM_VALUES:
+            return []
         changing = [
             name for name in numbers if len({each.get(name) for each in captured}) == len(captured)
         ]
-        if changing:
+        if changing and len(captured) >= MAX_CAPTURES:
             self._has_warned = True
             log.warning(
                 "the model was captured %d times, once for each value of %s, which every call"
@@ -47,3 +53,4 @@ class RepeatedCaptures:
                 len(captured),
                 ", ".join(f"`{name}`" for name in changing),
             )
+        return changing
