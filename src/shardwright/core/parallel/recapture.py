@@ -15,7 +15,6 @@ from shardwright.core.capture.attributes import SET
 from shardwright.core.capture.autocast import Autocast
 from shardwright.core.capture.build_graph import CapturedCall
 from shardwright.core.capture.shapes import Captures
-from shardwright.core.cost.flops import work_of
 from shardwright.core.graph.graph import Graph
 from shardwright.core.graph.local_map import bind_modules
 from shardwright.core.micro_batches.whole_batch import with_whole_batch
@@ -275,7 +274,7 @@ class Recapture:
             return None
         self._reachable.is_guarded = True
         if self._varying_numbers and (
-            self._python.has_constant_numbers or not self._names_products_as_planned(graph)
+            self._python.has_constant_numbers or not self._names_layers_as_planned(graph)
         ):
             self._stop_varying_numbers()
             return None
@@ -301,10 +300,11 @@ class Recapture:
             if self._requires_guards and self._reachable.version == 1:
                 self._reachable.version, self._reachable.is_guarded = 0, False
 
-    def _names_products_as_planned(self, graph: Graph) -> bool:
-        """Whether matrix products have the names by which the plan shards them."""
-        planned = (op for op in self.partitioned.graph.ops if work_of(op).forward_flops)
-        return all(op.name in graph.by_name for op in planned)
+    def _names_layers_as_planned(self, graph: Graph) -> bool:
+        """Whether operators that read parameters have the names by which the plan shards them."""
+        readers = self.partitioned.graph.consumers
+        parameters = self.partitioned.graph.parameters
+        return all(op.name in graph.by_name for value in parameters for op, _ in readers[value])
 
     @property
     def _excludes_guards(self) -> bool:
