@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,18 @@ class Looping(nn.Module):
         for _ in range(count):
             x = self.linear(x).tanh()
         return x.mean()
+
+
+class Signed(nn.Module):
+    """Reads the sign of a number, and makes tensors of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, alpha: float) -> tuple[Tensor, Tensor]:
+        scale = torch.tensor([alpha, 2.0])
+        return self.linear(x).sum() * math.copysign(1.0, alpha) * scale.sum(), scale
 
 
 def planned(net: nn.Module, *args: Any) -> Any:
@@ -94,6 +107,50 @@ def test_a_number_that_cannot_be_an_input_is_named_once(caplog: pytest.LogCaptur
         torch.testing.assert_close(net(x, count), eager(x, count))
     (message,) = warnings(caplog)
     assert "captured 8 times, once for each value of `count`, " in message
+
+
+class Namesake(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.alpha = nn.Linear(8, 8), 2.0
+
+    def forward(self, x: Tensor, alpha: float) -> Tensor:
+        return self.linear(x).mean() * alpha * self.alpha
+
+
+def test_an_attribute_with_the_name_of_an_argument_does_not_hide_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    net, x = planned(Namesake(), 0.5), torch.ones(4, 8)
+    with caplog.at_level(logging.INFO, logger="shardwright"):
+        for step in range(STEPS):
+            torch.testing.assert_close(net(x, step / 7), net.linear(x).mean() * (step / 7) * 2.0)
+    assert captures(caplog) <= 5
+
+
+def test_a_number_that_begins_to_change_later_becomes_an_input_too(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    net, x = planned(Namesake(), 0.5), torch.ones(4, 8)
+    with caplog.at_level(logging.INFO, logger="shardwright"):
+        for step in range(2 * STEPS):
+            net.alpha = max(STEPS, step) / 5
+            wanted = net.linear(x).mean() * (step / 7) * net.alpha
+            torch.testing.assert_close(net(x, step / 7), wanted)
+    assert captures(caplog) <= 10 and not warnings(caplog)
+
+
+@pytest.mark.parametrize(
+    "values", [(1.0, 0.0, -0.0, 0.0), (0.5, 1.5, 2.5, 0.0, -0.0, 1.0, -0.0, 0.0)]
+)
+def test_zeros_of_both_signs_and_tensors_of_a_number_equal_those_of_pytorch(
+    values: tuple[float, ...],
+) -> None:
+    net, eager, x = Signed(), Signed(), torch.ones(4, 8)
+    eager.load_state_dict(net.state_dict())
+    net = planned(net, values[0])
+    for value in values:
+        torch.testing.assert_close(net(x, value), eager(x, value))
 
 
 def test_the_tensors_of_the_remedy_need_no_capture(caplog: pytest.LogCaptureFixture) -> None:

@@ -85,7 +85,8 @@ class GraphReplay(fx.Interpreter):
         """
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        promotion = NumberPromotion([leaf for leaf in leaves if id(leaf) not in numbers])
+        tensors = [leaf for leaf in leaves if id(leaf) not in numbers]
+        promotion = NumberPromotion(tensors, n.meta.get("example_value"))
         args, kwargs = pytree.tree_map(
             lambda leaf: promotion.argument(leaf) if id(leaf) in numbers else leaf, (args, kwargs)
         )

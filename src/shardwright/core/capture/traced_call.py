@@ -26,7 +26,8 @@ from shardwright.core.capture.static_modules import make_static
 from shardwright.core.capture.undone_effects import find_tensors, undone_effects
 from shardwright.core.graph.host_numbers import HostNumbers
 from shardwright.core.torch_internals import pytree
-from shardwright.core.torch_internals.dynamo import DynamoCapture, Guards
+from shardwright.core.torch_internals.dynamo import DynamoCapture
+from shardwright.core.torch_internals.dynamo_guards import Guards
 from shardwright.core.torch_internals.dynamo_side_effects import ChangedObject
 from shardwright.core.torch_internals.modules import own_buffers
 from shardwright.core.torch_internals.tensors import storage_id

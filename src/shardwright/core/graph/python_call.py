@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, fx
 
 from shardwright.core.graph.host_numbers import HostNumbers
-from shardwright.core.torch_internals.dynamo import DynamoCapture, Guards
+from shardwright.core.torch_internals.dynamo import DynamoCapture
+from shardwright.core.torch_internals.dynamo_guards import Guards
 
 ONCE_PER_BATCH = (
     "`forward` reads or changes Python state once per batch, but micro-batches whose losses are"

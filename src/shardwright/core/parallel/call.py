@@ -33,9 +33,10 @@ def argument_key(leaf: Any) -> Any:
         return leaf.shape, leaf.stored_dtype, leaf.differentiable
     if isinstance(leaf, Tensor):
         return tuple(leaf.shape), leaf.dtype, leaf.requires_grad and torch.is_grad_enabled()
-    if isinstance(leaf, float) and math.isnan(leaf):
-        # NaN differs from itself, so no later call would find the program of this one.
-        return type(leaf), "nan"
+    if isinstance(leaf, float) and (not leaf or math.isnan(leaf)):
+        # NaN differs from itself, so no later call would find the program of this one; -0.0 equals
+        # 0.0, of which another program computes.
+        return type(leaf), repr(leaf)
     return type(leaf), leaf
 
 

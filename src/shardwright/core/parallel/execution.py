@@ -310,7 +310,9 @@ class Execution(ModelCalls):
                 of_args, of_kwargs = pytree.tree_unflatten(micro_batch_leaves, spec)
                 partitioned = self._capture_specialization(of_args, of_kwargs, micro_batches, dims)
                 # The capture may have found out that numbers vary, which are in no key then.
-                key = self._step_key(spec, micro_batch_leaves, micro_batches, call)
+                key = self._step_key(
+                    spec, micro_batch_leaves, micro_batches, call, is_captured=True
+                )
             self._evict_least_recently_used(self._train_steps)
             self._train_steps[key] = self._bind_train_step(partitioned)
         bound = touch_cache_entry(self._train_steps, key)
@@ -318,17 +320,25 @@ class Execution(ModelCalls):
         return StepCall(bound, inputs, dims, call)
 
     def _step_key(
-        self, spec: pytree.TreeSpec, leaves: Sequence[Any], micro_batches: int, call: Call
+        self,
+        spec: pytree.TreeSpec,
+        leaves: Sequence[Any],
+        micro_batches: int,
+        call: Call,
+        is_captured: bool = False,
     ) -> tuple[Any, ...]:
         """Return the key of the training step for a call, or the key for a new one.
 
         Args:
             spec: the structure of the call's arguments.
             leaves: the leaves of the arguments of a micro-batch, with global shapes.
+            is_captured: whether the new step has just been captured.
         """
         keys = list(map(argument_key, leaves))
         key = (*self._make_specialization_key(spec, keys), micro_batches)
-        return self._python.matching_program_key(self._train_steps, self._reachable.key(key), call)
+        return self._python.matching_program_key(
+            self._train_steps, self._reachable.key(key), call, is_captured=is_captured
+        )
 
     def _bind_train_step(self, partitioned: Partitioned) -> BoundStep:
         step = self._make_train_step(partitioned)

@@ -191,7 +191,7 @@ class ModelCalls(Recapture):
             with torch.inference_mode(False), torch.set_grad_enabled(gradients):
                 captured = self._capture_specialization(*pytree.tree_unflatten(global_leaves, spec))
                 # The capture may have found out that numbers vary, which are in no key then.
-                key = self._forward_key(spec, global_leaves, call)
+                key = self._forward_key(spec, global_leaves, call, is_captured=True)
                 # After the capture, so that a capture that fails evicts no program.
                 self._evict_least_recently_used(self._forwards)
                 self._forwards[key] = self._compile_program(self._bind_program(captured))
@@ -215,18 +215,21 @@ class ModelCalls(Recapture):
         return result, bound.graph, outputs
 
     def _forward_key(
-        self, spec: pytree.TreeSpec, leaves: Sequence[Any], call: Call
+        self, spec: pytree.TreeSpec, leaves: Sequence[Any], call: Call, is_captured: bool = False
     ) -> tuple[Any, ...]:
         """Return the key of the program for a call, or the key for a new program.
 
         Args:
             spec: the structure of the call's arguments.
             leaves: the leaves of the arguments, with global shapes.
+            is_captured: whether the new program has just been captured.
         """
         specialization = self._make_specialization_key(spec, list(map(argument_key, leaves)))
         state_key = self._reachable.key(specialization)
         with renumbered_forward_hooks(self._state.modules_with_added_hooks):
-            return self._python.matching_program_key(self._forwards, state_key, call)
+            return self._python.matching_program_key(
+                self._forwards, state_key, call, is_captured=is_captured
+            )
 
     def _run_program(
         self,

@@ -64,7 +64,8 @@ class PythonCalls:
         self._changing_numbers: frozenset[str] = frozenset()
         # Those that were constants in the latest capture, as operators need their values.
         self._constant_numbers: frozenset[str] = frozenset()
-        # Whether the latest guard that failed compares no number, or one that was an input already.
+        # Whether the guard that failed in the latest call compares no number, or one that was an
+        # input already.
         self._has_other_changes = False
 
     def of_copy(self, module: nn.Module, template: nn.Module) -> PythonCalls:
@@ -89,6 +90,8 @@ class PythonCalls:
         programs: Mapping[tuple[Any, ...], BoundProgram | BoundStep],
         specialization: tuple[Any, ...],
         call: Call,
+        *,
+        is_captured: bool = False,
     ) -> tuple[Any, ...]:
         """Return the key of the program whose guards hold for `call`, or the key for a new program.
 
@@ -97,6 +100,8 @@ class PythonCalls:
             specialization: the part of the key that does not depend on Python state, such as
                 shapes.
             call: arguments of the call.
+            is_captured: whether a program has just been captured for the call, which is not yet
+                in `programs`. What has changed for it is recorded already.
 
         Raises:
             PlanError: if `specialization` already has `MAX_PROGRAMS` programs.
@@ -113,8 +118,10 @@ class PythonCalls:
             # The last program is compared below: what changed before it was captured is recorded
             # already.
             failed = python
-        if failed is not None:
-            self._record_changed_numbers(failed, number, call)
+        if not is_captured:
+            self._has_other_changes = False
+            if failed is not None:
+                self._record_changed_numbers(failed, number, call)
         return key
 
     def _record_changed_numbers(

@@ -238,7 +238,7 @@ class PythonState:
     def numbers(self) -> dict[str, float]:
         """Return the Python numbers in watched attributes, by name."""
         watched = (p for p in self._names if not p[0].startswith(BUFFERS))
-        values = {f"{p[0]}.{p[1]}".lstrip("."): variable(self._by_path, *p) for p in watched}
+        values = {_name_of_number(*p): variable(self._by_path, *p) for p in watched}
         return {name: value for name, value in values.items() if type(value) in NUMBERS}
 
     def leave_to_guards(self, names: Collection[str]) -> None:
@@ -299,7 +299,7 @@ class PythonState:
         contents = []
         self.changed_buffers = []
         for (path, name), captured in self._names.items():
-            if f"{path}.{name}".lstrip(".") in self._left_to_guards:
+            if _name_of_number(path, name) in self._left_to_guards:
                 continue
             value, names = variable(self._by_path, path, name), variables_at(self._by_path, path)
             of_buffer = path.startswith(BUFFERS)
@@ -452,6 +452,12 @@ def _make_content_check(value: Any) -> Callable[[], bool]:
 _forward_of: Callable[[Mapping[str, Any]], Any] = methodcaller("get", "forward")
 """Return the `forward` set on a module instance, given the instance's attributes; None if no
 `forward` is set."""
+
+
+def _name_of_number(path: str, name: str) -> str:
+    # `self.scale`, as an argument may be called `scale` too.
+    owner = path if path.startswith(GLOBALS) else f"self.{path}".rstrip(".")
+    return f"{owner}.{name}"
 
 
 def _describe_module_path(path: str) -> str:

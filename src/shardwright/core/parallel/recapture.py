@@ -202,6 +202,7 @@ class Recapture:
         varying = self._repeated_captures.record(
             (spec, shapes, self.module.training, torch.is_grad_enabled()),
             {**numbers, **self._state.numbers()},
+            self._varying_numbers,
         )
         if varying and self._can_vary_numbers:
             self._vary_numbers(varying)
@@ -299,6 +300,8 @@ class Recapture:
             # Nothing else has required guards.
             if self._requires_guards and self._reachable.version == 1:
                 self._reachable.version, self._reachable.is_guarded = 0, False
+                # What guards have covered until now may differ from the state of the plan.
+                self._reachable.update()
 
     def _names_layers_as_planned(self, graph: Graph) -> bool:
         """Whether operators that read parameters have the names by which the plan shards them."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Mapping
+from collections.abc import Collection, Hashable, Mapping, Sequence
 
 log = logging.getLogger(__name__)
 
@@ -25,32 +25,41 @@ class RepeatedCaptures:
         self._captured: dict[Hashable, list[dict[str, float]]] = {}
         self._has_warned = False
 
-    def record(self, shapes: Hashable, numbers: Mapping[str, float]) -> list[str]:
+    def record(
+        self, shapes: Hashable, numbers: Mapping[str, float], varying: Collection[str] = ()
+    ) -> list[str]:
         """Record a capture, and warn once if a number had a new value in each of many.
 
         Args:
             shapes: what programs depend on besides numbers: shapes, modes.
             numbers: the numbers among the arguments and in attributes, by name.
+            varying: names of those that are said to vary already.
 
         Returns:
-            The names of the numbers that had another value in each capture, after `NUM_VALUES`.
+            The names of the others that had another value in each of the last `NUM_VALUES`
+            captures.
         """
         if self._has_warned:
             return []
-        captured = self._captured.setdefault(shapes, [])
-        captured.append(dict(numbers))
-        if len(captured) < NUM_VALUES:
-            return []
-        changing = [
-            name for name in numbers if len({each.get(name) for each in captured}) == len(captured)
-        ]
-        if changing and len(captured) >= MAX_CAPTURES:
+        latest = [*self._captured.get(shapes, ()), dict(numbers)][-MAX_CAPTURES:]
+        self._captured[shapes] = latest
+        names = [name for name in numbers if name not in varying]
+        repeated = _with_another_value_in_each(latest, names)
+        if repeated and len(latest) == MAX_CAPTURES:
             self._has_warned = True
             log.warning(
                 "the model was captured %d times, once for each value of %s, which every call"
                 " repeats\nuse a tensor, which needs no further capture: pass `torch.tensor(0.5)`"
                 " as the argument, or plan with a buffer (`register_buffer`) and set it by `fill_`",
-                len(captured),
-                ", ".join(f"`{name}`" for name in changing),
+                len(latest),
+                ", ".join(f"`{name}`" for name in repeated),
             )
-        return changing
+        # Only the latest, as other numbers may have changed before.
+        latest = latest[-NUM_VALUES:]
+        return _with_another_value_in_each(latest, names) if len(latest) == NUM_VALUES else []
+
+
+def _with_another_value_in_each(
+    captured: Sequence[Mapping[str, float]], names: Collection[str]
+) -> list[str]:
+    return [name for name in names if len({each.get(name) for each in captured}) == len(captured)]

@@ -8,7 +8,6 @@ effects and rebuilds the function's result, and guards on all Python state that 
 from __future__ import annotations
 
 import inspect
-import re
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -47,6 +46,7 @@ from shardwright.core.torch_internals.dynamo_containers import (
     replay_all_contents,
     tracing_existing_containers,
 )
+from shardwright.core.torch_internals.dynamo_guards import Guards
 from shardwright.core.torch_internals.dynamo_library_calls import (
     iterate_logger_methods,
     print_after_graph,
@@ -122,10 +122,6 @@ def _with_capture_options(numbers: frozenset[str]) -> Iterator[None]:
         patch.object(builder, "process_automatic_dynamic", size_entry),
     ):
         yield
-
-
-_GUARD_TEXT = re.compile(r"(.*?)\s+# (.*?)\s+# (?:.*/)?([^/]+:\d+) in \S+")
-_LOCAL_VARIABLE = re.compile(r"L\['(\w+)'\]")
 
 
 @dataclass(frozen=True, eq=False)
@@ -321,7 +317,7 @@ class DynamoCapture:
                 self.function.__code__, hooks=Hooks(guard_filter_fn=keep)
             )
         captured.output_graph.local_scope.clear()  # Otherwise the scope would keep the batch alive.
-        return Guards(self, manager, constants)
+        return Guards(self.scope, self.function.__globals__, manager, constants)
 
 
 def _delete_global_if_unchanged(scope: dict[str, Any], name: str, value: object) -> None:
@@ -347,68 +343,3 @@ def _needs_guard(entry: Any, unguarded: frozenset[int]) -> bool:
     if entry.name.endswith(".grad") and stack and stack[-1].name == "_apply":
         return False
     return not {entry.guard_type, *entry.derived_guard_types} & _CHECKED_BY_CALLER
-
-
-@dataclass(frozen=True, eq=False)
-class Guards:
-    """Guards on the Python state that a captured call has read.
-
-    Args:
-        constants: values of Python numbers that are constants in the graph, by Dynamo source.
-    """
-
-    capture: DynamoCapture
-    manager: Any
-    constants: Mapping[str, Any]
-
-    def hold(self, owner: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """Whether all guards hold for a call, so that the captured graph is valid."""
-        scope = self.capture.scope(owner, args, kwargs)
-        return bool(self.manager.guard_manager.check(scope))
-
-    def first_failing_guard(
-        self, owner: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> str:
-        """Return the first guard that fails for a call, as Python code, and the user's line;
-        empty if all guards hold."""
-        scope = self.capture.scope(owner, args, kwargs)
-        checks = self.manager.guard_manager.check_verbose(scope).verbose_code_parts
-        return _describe_guard(str(checks[0])) if checks else ""
-
-    def changed_numbers(
-        self, owner: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> frozenset[str]:
-        """Return the Dynamo sources of Python numbers whose value, but not type, has changed since
-        capture."""
-        scope = {
-            "L": self.capture.scope(owner, args, kwargs),
-            "G": self.capture.function.__globals__,
-        }
-        return frozenset(
-            source
-            for source, value in self.constants.items()
-            if type(now := _evaluate_dynamo_source(source, scope)) is type(value) and now != value
-        )
-
-
-def _describe_guard(text: str) -> str:
-    """Return a guard in the form `self.steps == 7` (train.py:12: `self.steps += 1`).
-
-    Args:
-        text: the guard as Dynamo prints it: its code, the user's line, and the last characters of
-            the path of the user's file.
-    """
-    match = _GUARD_TEXT.fullmatch(text.strip())
-    code, line, file = match.groups() if match else (text.strip(), "", "")
-    code = _LOCAL_VARIABLE.sub(r"\1", code)
-    return f"`{code}` ({file}: `{line}`)" if match else f"`{code}`"
-
-
-def _evaluate_dynamo_source(source: str, scope: dict[str, Any]) -> Any:
-    """Evaluate a Dynamo source such as `L["self"].scale`; None if evaluation raises."""
-    try:
-        # A copy, as `eval` adds `__builtins__` to the dictionary.
-        return eval(source, dict(scope))
-    # Attributes may be missing by now, and properties of the user raise anything.
-    except Exception:
-        return None
