@@ -99,6 +99,20 @@ def test_other_shapes_and_modes_read_the_number_too() -> None:
         torch.testing.assert_close(got, wanted)
 
 
+def test_a_tensor_in_place_of_a_number_that_varies_is_a_call_of_its_own() -> None:
+    net, eager, x = Weighted(), Weighted(), torch.randn(4, 8)
+    eager.load_state_dict(net.state_dict())
+    net = planned(net, 0.5)
+    for step in range(5):
+        net(x, step / 7)
+    for alpha in (torch.tensor(2.0), torch.tensor(2.0, dtype=torch.float64), torch.tensor(3)):
+        torch.testing.assert_close(net(x, alpha), eager(x, alpha))
+    alphas = [torch.tensor(2.0, requires_grad=True) for _ in range(2)]
+    for model, alpha in zip((net, eager), alphas, strict=True):
+        model(x, alpha).backward()
+    torch.testing.assert_close(alphas[0].grad, alphas[1].grad)
+
+
 def test_a_number_that_cannot_be_an_input_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
     net, eager, x = Looping(), Looping(), torch.ones(4, 8)
     eager.load_state_dict(net.state_dict())

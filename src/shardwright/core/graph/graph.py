@@ -147,7 +147,7 @@ class Op:
         """Results of functions of this operator in other rooms, such as its sharding rule, by the
         name of the function.
 
-        A look-up here takes a fifth of one in a `WeakKeyDictionary`, and a search makes millions.
+        A search makes millions of look-ups, which take longer in a `WeakKeyDictionary`.
         """
         return {}
 

@@ -142,8 +142,9 @@ class Recapture:
             self._move_attributes_to_user_class()
         if self._varying_numbers:
             names = self._planned_call.leaf_names(spec)
+            # A tensor under the name of a number keeps its whole key.
             leaves = [
-                key[:1] if name in self._varying_numbers else key
+                key[:1] if name in self._varying_numbers and key[0] in NUMBERS else key
                 for name, key in zip(names, leaves, strict=True)
             ]
         return *self._make_module_state_key(), spec, tuple(leaves)

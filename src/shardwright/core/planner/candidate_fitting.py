@@ -28,8 +28,7 @@ needs to fit, to with the recomputation that a memory estimate suggests."""
 NEARLY_FASTEST = 0.99
 """Ratio of the step times of the fastest plan and of the answer at which the search ends.
 
-The last percent of the bounds takes as long as a fourth of the search, and predictions are less
-accurate than that.
+Raising all bounds by the last percent takes long, and predictions are less accurate than that.
 """
 
 
