@@ -1,4 +1,4 @@
-"""The least recomputation with which a model fits, over any division into stages."""
+"""The least recomputation with which the activations of stages fit into memory."""
 
 from __future__ import annotations
 
@@ -15,47 +15,17 @@ from shardwright.core.cost.predict import chunk_times, predict, with_longer_back
 from shardwright.core.planner.options import PlanOptions
 from shardwright.core.planner.recompute_bound import (
     RecomputeOptions,
-    StageLimits,
     least_recompute_seconds,
 )
 from shardwright.core.planner.step_bound import StepBounds
 
-LIMITS = StageLimits(
-    seconds=3.0,
-    curve=[(0.0, 0.0), (0.5, 0.1), (1.0, 1.1)],
-    parameter_bytes=10.0,
-    saved_bytes=100.0,
-    stage_bytes=1000.0,
-)
-
-
-def test_a_model_that_fits_recomputes_nothing() -> None:
-    assert LIMITS.least_seconds((1,)) == pytest.approx(3.0)
-    assert LIMITS.least_seconds((1, 1)) == pytest.approx(1.5)
-
-
-@pytest.mark.parametrize(
-    ("stage_bytes", "seconds"), [(85.0, 3.05), (60.0, 3.1), (35.0, 3.6), (1.0, 4.1)]
-)
-def test_one_stage_frees_what_is_missing_by_the_cheapest_options(
-    stage_bytes: float, seconds: float
-) -> None:
-    limits = replace(LIMITS, stage_bytes=stage_bytes)
-    assert limits.least_seconds((1,)) == pytest.approx(seconds, rel=1e-6)
-
-
-def test_stages_with_fewer_micro_batches_in_flight_take_more_of_the_model() -> None:
-    limits = replace(LIMITS, stage_bytes=90.0)
-    unequal = limits.least_seconds((1, 3))
-    assert limits.least_seconds((1, 1)) < unequal < limits.least_seconds((3, 3))
-
-
+CURVE = [(0.0, 0.0), (0.5, 0.1), (1.0, 1.1)]
 GRAPH = sw.capture(Stack(), (torch.randn(512, 128),))
 RECOMPUTE = RecomputeOptions.of(GRAPH, {})
 
 
 def test_the_curve_of_a_model_rises_and_is_convex() -> None:
-    curve = RECOMPUTE.curve(lambda _: 1.0)
+    (curve,) = RECOMPUTE.stage_curves(lambda _: 1.0, lambda _: 0, 1)
     slopes = [(high - low) / (right - left) for (left, low), (right, high) in pairwise(curve)]
     assert curve[0] == (0.0, 0.0)
     assert 0.5 < curve[-1][0] <= 1.0
@@ -72,11 +42,20 @@ def test_no_plan_under_a_limit_is_faster_than_the_bound(share: float) -> None:
     request: dict[str, Any] = {"devices": 2, "cluster": "a100", "micro_batches": 2}
     limit = int(share * sw.plan(GRAPH, **request).memory.peak)
     options = PlanOptions(**request, memory_limit=limit, stages=1)
-    bounds = StepBounds(GRAPH, lambda: RECOMPUTE)
-    bound = bounds.min_seconds(options) + bounds.recompute_seconds(options)
+    bound = StepBounds({2: GRAPH}, lambda: RECOMPUTE).balanced_seconds(options)
     step = sw.plan(GRAPH, **request, memory_limit=limit).step
     assert step is not None
     assert bound <= step.seconds
+
+
+def test_a_smaller_limit_raises_the_bound() -> None:
+    bounds = StepBounds({2: GRAPH}, lambda: RECOMPUTE)
+    request: dict[str, Any] = {"devices": 2, "cluster": "a100", "micro_batches": 2, "stages": 1}
+    large, small, smaller = (
+        bounds.balanced_seconds(PlanOptions(**request, memory_limit=limit))
+        for limit in ("1GB", "4MB", "3MB")
+    )
+    assert large < small < smaller
 
 
 def test_stages_share_the_curve_of_the_model() -> None:
@@ -84,7 +63,7 @@ def test_stages_share_the_curve_of_the_model() -> None:
     halves = RECOMPUTE.stage_curves(
         lambda _: 1.0, lambda n: int(names.index(n) >= len(names) // 2), 2
     )
-    whole = RECOMPUTE.curve(lambda _: 1.0)
+    (whole,) = RECOMPUTE.stage_curves(lambda _: 1.0, lambda _: 0, 1)
     assert sum(curve[-1][0] for curve in halves) == pytest.approx(whole[-1][0], rel=0.2)
     assert all(curve[-1][0] < whole[-1][0] for curve in halves)
 
@@ -94,7 +73,7 @@ def test_stages_share_the_curve_of_the_model() -> None:
     [(-1.0, 0.0), (0.0, 0.0), (0.25, 0.05), (0.5, 0.1), (0.75, 0.6), (9.0, 1.1)],
 )
 def test_the_least_seconds_lie_on_the_curve_and_end_with_it(freed: float, seconds: float) -> None:
-    assert least_recompute_seconds(LIMITS.curve, freed) == pytest.approx(seconds)
+    assert least_recompute_seconds(CURVE, freed) == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize(("stages", "share"), [(1, 0.8), (1, 0.7), (2, 0.9), (2, 0.8)])
@@ -110,7 +89,9 @@ def test_a_division_recomputes_no_less_than_its_estimate(stages: int, share: flo
     plan = sw.plan(GRAPH, **request, memory_limit=limit)
     free = replace(plan, recompute={})
     options = PlanOptions(**request, memory_limit=limit)
-    estimate = StepBounds(GRAPH, lambda: RECOMPUTE).stage_recompute_seconds(options, plan.pipeline)
+    estimate = StepBounds({8: GRAPH}, lambda: RECOMPUTE).stage_recompute_seconds(
+        options, plan.pipeline
+    )
     assert len(estimate) == stages
     times = chunk_times(free.partitioned, options.resolved_cluster)
     longer = with_longer_backward(times, plan.pipeline, estimate)

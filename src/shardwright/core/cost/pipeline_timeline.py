@@ -6,9 +6,12 @@ pass starts when its stage is free and its inputs have arrived, and takes the se
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
+from operator import attrgetter
+from typing import NamedTuple
 
 from shardwright.core.partition.pipeline_spec import PipelineSpec
 from shardwright.core.partition.schedules import SCHEDULES, ScheduleSpec
@@ -22,11 +25,10 @@ halves of a split backward, for gradients of the chunk's inputs and of its param
 PASS_TYPES = FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT
 
 
-@dataclass(frozen=True, order=True)
-class Action:
+class Action(NamedTuple):
     """One pass of a chunk for one micro-batch.
 
-    Args:
+    Attributes:
         chunk: index of the chunk in the model.
         pass_type: `F`, `B`, `I` or `W`: forward, full backward, input gradients or weight
             gradients.
@@ -127,13 +129,15 @@ def actions(pipeline: PipelineSpec) -> tuple[tuple[Action, ...], ...]:
 def _actions_of_torch_schedule(
     schedule: ScheduleSpec, stages: int, micro_batches: int, chunks: int
 ) -> tuple[tuple[Action, ...], ...]:
+    # `value` of an `Enum` takes longer than the rest of an action.
+    pass_type_of = cache(attrgetter("value"))
     orders = planned_actions(
         schedule.torch_class(micro_batches, stages), stages, micro_batches, chunks
     )
     result = []
     for order in orders:
         stage_actions = [
-            Action(each.stage_index, each.computation_type.value, each.microbatch_index)
+            Action(each.stage_index, pass_type_of(each.computation_type), each.microbatch_index)
             for each in order
             # None is an idle time slot; other actions send, receive or gather parameters.
             if each is not None and each.is_compute_op and each.microbatch_index is not None
@@ -143,8 +147,8 @@ def _actions_of_torch_schedule(
         first = min(each.micro_batch for each in stage_actions if each.pass_type == FORWARD)
         result.append(
             tuple(
-                replace(each, micro_batch=each.micro_batch - first)
-                if each.pass_type == FORWARD
+                each._replace(micro_batch=each.micro_batch - first)
+                if first and each.pass_type == FORWARD
                 else each
                 for each in stage_actions
             )
@@ -226,12 +230,17 @@ class Timeline:
     @cached_property
     def stages(self) -> tuple[tuple[Span, ...], ...]:
         """Actions of each stage with start and end in seconds, in execution order."""
-        spans: list[list[Span]] = [[] for _ in range(self.pipeline.stages)]
-        for each, end in zip(_passes_of_pipeline(self.pipeline), self.ends, strict=True):
-            action = each.action
-            start = end - self.chunks[action.chunk].seconds_of(action.pass_type)
-            spans[each.stage].append(Span(action, start, end))
-        return tuple(map(tuple, spans))
+        # The passes of a stage are in its own order.
+        ends: list[list[float]] = [[] for _ in range(self.pipeline.stages)]
+        for stage, end in zip(_passes_of_pipeline(self.pipeline).stages, self.ends, strict=True):
+            ends[stage].append(end)
+        return tuple(
+            tuple(
+                Span(each, end - self.chunks[each.chunk].seconds_of(each.pass_type), end)
+                for each, end in zip(order, ends_of_stage, strict=True)
+            )
+            for order, ends_of_stage in zip(actions(self.pipeline), ends, strict=True)
+        )
 
     @property
     def seconds(self) -> float:
@@ -242,9 +251,9 @@ class Timeline:
     def bubbles(self) -> tuple[float, ...]:
         """Fraction of the step for which each stage is idle."""
         busy = [0.0] * self.pipeline.stages
-        seconds = _seconds_by_pass_type(self.chunks)
-        for each in _passes_of_pipeline(self.pipeline):
-            busy[each.stage] += seconds[each.action.pass_type][each.action.chunk]
+        passes, seconds = _passes_of_pipeline(self.pipeline), _seconds_of_passes(self.chunks)
+        for stage, seconds_index in zip(passes.stages, passes.seconds_indices, strict=True):
+            busy[stage] += seconds[seconds_index]
         return tuple(1 - each / self.seconds for each in busy)
 
     @property
@@ -271,20 +280,18 @@ def timeline(pipeline: PipelineSpec, chunks: Sequence[ChunkSeconds]) -> Timeline
             f"`chunks` has {len(chunks)} entries, but there are {pipeline.num_chunks} chunks\n"
             "pass the seconds of each chunk, in model order"
         )
-    seconds = _seconds_by_pass_type(chunks)
-    sends = [chunk.send for chunk in chunks]
-    ends: list[float] = []
-    for each in _passes_of_pipeline(pipeline):
-        start = 0.0
-        if each.sender is not None:
-            start = ends[each.sender]
-            # A message delays its receiver only: the sender goes on with its next pass.
-            if each.border is not None:
-                start += sends[each.border]
-        if each.previous is not None:
-            start = max(start, ends[each.previous])
-        ends.append(start + seconds[each.action.pass_type][each.action.chunk])
-    return Timeline(pipeline, tuple(chunks), tuple(ends))
+    passes, seconds = _passes_of_pipeline(pipeline), _seconds_of_passes(chunks)
+    # The last entry is for passes that receive nothing from another stage.
+    sends = [*(chunk.send for chunk in chunks), 0.0]
+    # Entry 0 is the start of the step. A message delays its receiver only: the sender goes on with
+    # its next pass.
+    ends = [0.0]
+    for previous, sender, border, seconds_index in zip(
+        *(passes.previous, passes.senders, passes.borders, passes.seconds_indices), strict=True
+    ):
+        free, received = ends[previous], ends[sender] + sends[border]
+        ends.append((free if free > received else received) + seconds[seconds_index])
+    return Timeline(pipeline, tuple(chunks), tuple(ends[1:]))
 
 
 def min_timeline_seconds(pipeline: PipelineSpec, chunks: Sequence[ChunkSeconds]) -> float:
@@ -308,33 +315,38 @@ def min_timeline_seconds(pipeline: PipelineSpec, chunks: Sequence[ChunkSeconds])
     return longest
 
 
-def _seconds_by_pass_type(chunks: Sequence[ChunkSeconds]) -> dict[str, list[float]]:
-    """Return a dict from pass type to the seconds of that pass in each chunk."""
-    return {
-        pass_type: [chunk.seconds_of(pass_type) for chunk in chunks] for pass_type in PASS_TYPES
-    }
+def _seconds_of_passes(chunks: Sequence[ChunkSeconds]) -> list[float]:
+    """Return the seconds of each pass type in each chunk, at `_seconds_index`."""
+    return [chunk.seconds_of(pass_type) for pass_type in PASS_TYPES for chunk in chunks]
+
+
+def _seconds_index(action: Action, num_chunks: int) -> int:
+    return PASS_TYPES.index(action.pass_type) * num_chunks + action.chunk
 
 
 @dataclass(frozen=True)
-class _PassWithDependencies:
-    """A pass of a chunk, with the passes on which it depends.
+class _OrderedPasses:
+    """All passes of a step in topological order, numbered from 1, with their dependencies.
+
+    Each array has one entry per pass; a step has up to millions of passes.
 
     Args:
-        stage: index of the stage that runs the action.
-        previous: index of the pass that the stage runs before this one; None for the first.
-        sender: index of the pass that computes the inputs; None for inputs of the model.
-        border: index of the chunk that sends its outputs to another stage, or that receives their
-            gradients; None if the pass receives nothing from another stage.
+        stages: index of the stage that runs the pass.
+        previous: number of the pass that the stage runs before this one; 0 for the first.
+        senders: number of the pass that computes the inputs; 0 for inputs of the model.
+        borders: index of the chunk that sends its outputs to another stage, or that receives their
+            gradients; the number of chunks if the pass receives nothing from another stage.
+        seconds_indices: index of the seconds of the pass in `_seconds_of_passes`.
     """
 
-    action: Action
-    stage: int
-    previous: int | None
-    sender: int | None
-    border: int | None
+    stages: array[int]
+    previous: array[int]
+    senders: array[int]
+    borders: array[int]
+    seconds_indices: array[int]
 
 
-def _passes_of_pipeline(pipeline: PipelineSpec) -> tuple[_PassWithDependencies, ...]:
+def _passes_of_pipeline(pipeline: PipelineSpec) -> _OrderedPasses:
     check_pipelining(pipeline)
     # Assignments of operators to chunks are neither hashable nor needed.
     return _passes_in_dependency_order(
@@ -345,58 +357,61 @@ def _passes_of_pipeline(pipeline: PipelineSpec) -> tuple[_PassWithDependencies, 
 @lru_cache(maxsize=64)
 def _passes_in_dependency_order(
     stages: int, micro_batches: int, schedule: str, chunks: int
-) -> tuple[_PassWithDependencies, ...]:
+) -> _OrderedPasses:
     """Return all passes of a step in topological order, cached by pipeline."""
     pipeline = PipelineSpec(stages, micro_batches, schedule, chunks)
-    orders = actions(pipeline)
-    passes: list[_PassWithDependencies] = []
-    # Index in `passes` of each action so far, and of the last action of each stage.
-    indices: dict[Action, int] = {}
-    last: list[int | None] = [None] * len(orders)
+    orders, num_chunks = actions(pipeline), pipeline.num_chunks
+    stage_of_chunk = [pipeline.stage_of(chunk) for chunk in range(num_chunks)]
+    passes = _OrderedPasses(*(array("q") for _ in range(5)))
+    # Number of each action so far, and of the last action of each stage.
+    numbers: dict[tuple[int, str, int], int] = {}
+    last = [0] * len(orders)
     # Index of the next action in the order of each stage.
     positions = [0] * len(orders)
     unfinished = set(range(len(orders)))
     # Each round runs each stage until it needs inputs that have not arrived from another stage.
     while unfinished:
-        num_done = len(passes)
+        num_done = len(numbers)
         # A sorted copy: stages are discarded in the loop, and the order must be reproducible.
         for stage in sorted(unfinished):
             order = orders[stage]
             while positions[stage] < len(order):
                 action = order[positions[stage]]
-                senders = _find_sender_candidates(pipeline, action)
-                sender = next((each for each in senders if each in indices), None)
-                if senders and sender is None:
+                neighbor, sender = _find_sender(action, numbers, num_chunks - 1)
+                if sender is None:
                     break
-                border = None
-                if sender is not None and pipeline.stage_of(sender.chunk) != stage:
-                    # Border c lies between chunks c and c + 1, in both directions.
-                    border = min(action.chunk, sender.chunk)
-                sent_by = None if sender is None else indices[sender]
-                passes.append(_PassWithDependencies(action, stage, last[stage], sent_by, border))
-                indices[action] = last[stage] = len(passes) - 1
+                # Border c lies between chunks c and c + 1, in both directions.
+                is_sent = stage_of_chunk[neighbor] != stage
+                passes.stages.append(stage)
+                passes.previous.append(last[stage])
+                passes.senders.append(sender)
+                passes.borders.append(min(action.chunk, neighbor) if is_sent else num_chunks)
+                passes.seconds_indices.append(_seconds_index(action, num_chunks))
+                numbers[action] = last[stage] = len(numbers) + 1
                 positions[stage] += 1
             if positions[stage] == len(order):
                 unfinished.discard(stage)
-        assert len(passes) > num_done, "deadlock: every stage waits for another one"
-    return tuple(passes)
+        assert len(numbers) > num_done, "deadlock: every stage waits for another one"
+    return passes
 
 
-def _find_sender_candidates(pipeline: PipelineSpec, action: Action) -> list[Action]:
-    """Return the possible actions that compute the inputs of `action`; [] for inputs of the model.
-
-    A schedule contains exactly one of them.
-    """
-    chunk, micro_batch = action.chunk, action.micro_batch
-    if action.pass_type == FORWARD:
-        return [Action(chunk - 1, FORWARD, micro_batch)] if chunk else []
-    if action.pass_type == BACKWARD_WEIGHT:
-        return [Action(chunk, BACKWARD_INPUT, micro_batch)]
+def _find_sender(
+    action: Action, numbers: Mapping[tuple[int, str, int], int], last_chunk: int
+) -> tuple[int, int | None]:
+    """Return the chunk that computes the inputs of `action`, and the number of the pass that does;
+    0 for inputs of the model, None if `numbers` does not contain this pass yet."""
+    chunk, pass_type, micro_batch = action
+    if pass_type == FORWARD:
+        # The inputs of the first chunk are there from the start.
+        return (chunk - 1, numbers.get((chunk - 1, FORWARD, micro_batch))) if chunk else (chunk, 0)
+    if pass_type == BACKWARD_WEIGHT:
+        return chunk, numbers.get((chunk, BACKWARD_INPUT, micro_batch))
     # The last chunk computes the loss, from which its backward pass starts.
-    if chunk == pipeline.num_chunks - 1:
-        return [Action(chunk, FORWARD, micro_batch)]
+    if chunk == last_chunk:
+        return chunk, numbers.get((chunk, FORWARD, micro_batch))
     # A schedule may split the backward passes of some micro-batches only.
-    return [Action(chunk + 1, each, micro_batch) for each in (BACKWARD, BACKWARD_INPUT)]
+    full_backward = numbers.get((chunk + 1, BACKWARD, micro_batch))
+    return chunk + 1, full_backward or numbers.get((chunk + 1, BACKWARD_INPUT, micro_batch))
 
 
 def draw_timeline(timeline: Timeline, width: int = 96) -> str:

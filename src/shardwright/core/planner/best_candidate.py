@@ -66,7 +66,8 @@ def best_candidate(tasks: Sequence[PlanTask], ranking: Ranking | None = None) ->
         # The graphs of all numbers of micro-batches have the same blocks.
         return RecomputeOptions.of(largest.graph, largest.recompute)
 
-    bounds = {count: StepBounds(model.graph, recompute_options) for count, model in models.items()}
+    graphs = {count: model.graph for count, model in models.items()}
+    bounds = StepBounds(graphs, recompute_options)
 
     def best_within_limit(limited: PlanOptions) -> Candidate:
         """Return the best candidate of all tasks that fits into `limited.memory_limit`."""

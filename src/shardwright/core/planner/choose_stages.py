@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -24,7 +24,7 @@ log = logging.getLogger("shardwright.search")
 def fastest_over_stages(
     requested: Sequence[PlanOptions],
     find_candidates: FindCandidates,
-    bounds: Mapping[int, StepBounds] | None = None,
+    bounds: StepBounds | None = None,
     best: Candidate | None = None,
     ranking: Ranking | None = None,
 ) -> Candidate:
@@ -42,7 +42,7 @@ def fastest_over_stages(
     Args:
         requested: options for each number of micro-batches, which differ in this number only.
         find_candidates: function that searches with given options and returns candidates.
-        bounds: lower bounds on step times, by number of micro-batches; None for no bounds.
+        bounds: lower bounds on step times; None for no bounds.
         best: fastest candidate of one combination of stages and schedule, which is then not
             searched again; None to search all combinations.
         ranking: records the fastest candidate of each kind of plan; see `fastest_within_memory`.
@@ -56,7 +56,7 @@ def fastest_over_stages(
         each for options in requested for each in _options_by_schedule_and_stages(options)
     ]
     stage_options = [
-        _build_stage_options(each, None if bounds is None else bounds[each.num_micro_batches])
+        _build_stage_options(each, bounds)
         for each in all_options
         if best is None or not _has_requested_stages(best, each)
     ]
@@ -87,7 +87,7 @@ def _build_stage_options(options: PlanOptions, bounds: StepBounds | None) -> Sta
         options,
         bounds.min_seconds(options),
         relaxed,
-        recompute_bound=partial(bounds.recompute_seconds, options),
+        balanced_bound=partial(bounds.balanced_seconds, options),
         stage_recompute=partial(bounds.stage_recompute_seconds, options),
     )
 

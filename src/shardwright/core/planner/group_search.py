@@ -66,9 +66,10 @@ class GroupSearch(SearchQueue):
         """Tighten the lower bound of queued options, or search them; each call costs more than the
         one before.
 
-        The first call adds the recomputation that memory requires, the second a search without a
-        memory limit, the third its pipeline. The last call searches the first group of attempts, or
-        postpones the options if they need too much memory.
+        The first call balances the stages and adds the recomputation that memory requires, the
+        second searches without a memory limit, the third simulates the pipeline of this search. The
+        last call searches the first group of attempts, or postpones the options if they need too
+        much memory.
 
         Args:
             bound: lower bound in seconds on the step time of all attempts.
@@ -76,8 +77,8 @@ class GroupSearch(SearchQueue):
         stage_options = queued.stage_options
         # From the cheapest look to the most expensive: a formula, a search for a bound, all
         # attempts.
-        if stage_options.recompute_seconds is None:
-            stage_options.add_recomputation()
+        if not stage_options.was_balanced:
+            stage_options.balance_stages()
             self.add(max(bound, stage_options.min_seconds), queued)
         elif stage_options.relaxed_options is not None:
             if self._tighten_step_time_bound(stage_options):

@@ -1,23 +1,18 @@
-"""A lower bound on the seconds of recomputation with which activations fit into memory.
+"""The least seconds of recomputation with which the activations of a stage fit into memory.
 
-    x_s <= C / (P + I_s A (1 - f))        the memory of stage s
-    m x_s (W + r(f)) <= T                 its seconds in a step
-    sum over s of x_s = 1                 the stages compute the full model
+    C = P_s + I_s A (a_s - f)        the memory of stage s
+    r_s(f)                           its seconds of recomputation per micro-batch
 
-    x_s       fraction of the model in stage s
-    C         memory limit of a stage: bytes of all its devices together
-    P, A      bytes of parameters, gradients and optimizer state of the model; bytes of activations
-              that a micro-batch saves without recomputation
-    I_s       micro-batches in flight
-    W         seconds of computing one micro-batch on the devices of one stage
-    f, r(f)   fraction of the activations that recomputation frees, and its least seconds
+    C           memory limit of a stage: bytes of all its devices together
+    P_s         bytes of the stage's parameters, gradients and optimizer state
+    A, a_s      bytes of activations that a micro-batch saves without recomputation in the whole
+                model, and the fraction of them that the stage saves
+    I_s         micro-batches in flight
+    f, r_s(f)   fraction of the model's activations that recomputation in the stage frees, and its
+                least seconds
 
-The bound is the smallest T. Assumes that all tensors are sharded over all devices of their stage,
-so that no plan needs less memory. r is the lower convex hull over the options of all blocks
+r_s is the lower convex hull over the options of all blocks of the stage
 (`search/recompute/blocks.py`), each operator cut in the fastest way for it.
-
-With a given division into stages, each stage has a curve of its own blocks, and x_s, P and A are
-those of its operators.
 """
 
 from __future__ import annotations
@@ -38,9 +33,6 @@ from shardwright.core.search.recompute.blocks import RecomputeBlocks
 Vertex = tuple[float, float]
 """Point of the convex curve of least recomputation time: (fraction of activations that is freed,
 recomputation seconds per micro-batch)."""
-
-BISECTIONS = 30
-"""Number of bisections of the step time; each halves the error."""
 
 
 @dataclass(frozen=True)
@@ -114,21 +106,14 @@ class RecomputeOptions:
         """Return the bytes of activations that the model saves with the batch size of `graph`."""
         return self.saved_bytes * result_bytes(graph) / max(self.result_bytes, 1)
 
-    def curve(self, seconds_of: Callable[[str], float]) -> list[Vertex]:
-        """Return the least recomputation time as vertices (freed fraction of the activations,
-        seconds per micro-batch) of a convex function.
-
-        Args:
-            seconds_of: function from the name of an operator to the seconds of its forward pass.
-        """
-        return self.stage_curves(seconds_of, lambda _: 0, 1)[0]
-
     def stage_curves(
         self, seconds_of: Callable[[str], float], stage_of: Callable[[str], int], stages: int
     ) -> list[list[Vertex]]:
-        """Return `curve` for each of `stages` stages, with the blocks of this stage alone.
+        """Return the least recomputation time of each of `stages` stages, as vertices (freed
+        fraction of the model's activations, seconds per micro-batch) of a convex function.
 
         Args:
+            seconds_of: function from the name of an operator to the seconds of its forward pass.
             stage_of: function from the name of an operator to the index of its stage.
         """
         vertices = [[(0.0, 0.0)] for _ in range(stages)]
@@ -224,64 +209,3 @@ def _lower_convex_hull(points: Sequence[Vertex]) -> list[Vertex]:
             hull.pop()
         hull.append((x, y))
     return hull
-
-
-@dataclass(frozen=True)
-class StageLimits:
-    """Memory and time limits of the bound on recomputation, for a number of stages.
-
-    Args:
-        seconds: seconds of computing one micro-batch on the devices of one stage.
-        curve: vertices (freed fraction of the activations, least recomputation seconds per
-            micro-batch).
-        parameter_bytes: bytes of parameters, gradients and optimizer state of the model.
-        saved_bytes: bytes of activations that a micro-batch saves without recomputation.
-        stage_bytes: memory of all devices of a stage, in bytes.
-    """
-
-    seconds: float
-    curve: Sequence[Vertex]
-    parameter_bytes: float
-    saved_bytes: float
-    stage_bytes: float
-
-    def least_seconds(self, in_flight: Sequence[int]) -> float:
-        """Return the least seconds per micro-batch of the slowest stage, with recomputation.
-
-        If no recomputation frees enough memory for the bound, full recomputation is assumed, as
-        only a search determines how much memory a plan needs.
-
-        Args:
-            in_flight: number of micro-batches in flight of each stage.
-        """
-        low = self.seconds / len(in_flight)
-        high = (self.seconds + self.curve[-1][1]) / len(in_flight)
-        # Stages with equal numbers of micro-batches in flight have equal limits.
-        counts = Counter(in_flight)
-        for _ in range(BISECTIONS):
-            middle = (low + high) / 2
-            if sum(n * self._max_model_fraction(middle, each) for each, n in counts.items()) >= 1:
-                high = middle
-            else:
-                low = middle
-        # The lower end of the interval, as the result must be a lower bound.
-        return low
-
-    def _max_model_fraction(self, seconds: float, in_flight: int) -> float:
-        """Return the largest fraction of the model that a stage has memory for, and computes in
-        `seconds` per micro-batch."""
-        previous: tuple[float, float] | None = None
-        for freed, recomputing in self.curve:
-            needed = self.parameter_bytes + in_flight * self.saved_bytes * (1 - freed)
-            busy = self.seconds + recomputing
-            # Time limits the share from here on, memory before.
-            if seconds * needed <= self.stage_bytes * busy:
-                break
-            previous = needed, busy
-        if previous is None or seconds * needed > self.stage_bytes * busy:
-            return seconds / busy
-        # Where both limits meet, between two vertices.
-        old_needed, old_busy = previous
-        before = seconds * old_needed - self.stage_bytes * old_busy
-        after = self.stage_bytes * busy - seconds * needed
-        return seconds / (old_busy + before / (before + after) * (busy - old_busy))

@@ -27,12 +27,12 @@ class StageOptions:
         was_relaxed: whether `relaxed_options` have been searched.
         may_fit: whether a lower bound on the memory of a candidate was within the limit.
         is_too_large: whether memory exceeded the limit even at the highest ZeRO level.
-        recompute_bound: function that returns a lower bound on the seconds per step of the
-            recomputation that the memory limit requires in any division into stages.
+        balanced_bound: function that returns a lower bound in seconds on the step time with
+            balanced stages and the recomputation that the memory limit requires.
         stage_recompute: function from a division into stages, and the bytes per device of each
             stage without activations (None for the minimum), to the estimated least seconds per
             micro-batch that each stage recomputes.
-        recompute_seconds: result of `recompute_bound`; None before the first call.
+        was_balanced: whether `balanced_bound` has been called.
     """
 
     options: PlanOptions
@@ -41,18 +41,16 @@ class StageOptions:
     was_relaxed: bool = False
     may_fit: bool = False
     is_too_large: bool = False
-    # Counting no recomputation gives a lower bound too.
-    recompute_bound: Callable[[], float] = lambda: 0.0
+    balanced_bound: Callable[[], float] = lambda: 0.0
     stage_recompute: Callable[[PipelineSpec, Sequence[int] | None], Sequence[float]] = (
         lambda pipeline, _: [0.0] * pipeline.stages
     )
-    recompute_seconds: float | None = None
+    was_balanced: bool = False
 
-    def add_recomputation(self) -> None:
-        """Increase `min_seconds` by the recomputation time that every plan needs."""
-        self.recompute_seconds = self.recompute_bound()
-        # `recompute_seconds` is without the computation, which `min_seconds` has already.
-        self.min_seconds += self.recompute_seconds
+    def balance_stages(self) -> None:
+        """Increase `min_seconds` to `balanced_bound`."""
+        self.was_balanced = True
+        self.min_seconds = max(self.min_seconds, self.balanced_bound())
 
 
 @dataclass(frozen=True)

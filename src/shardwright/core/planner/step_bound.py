@@ -1,4 +1,4 @@
-"""A lower bound on the seconds of a step, from its computation and the memory limit.
+"""Lower bounds on the seconds of a step, from its computation and the memory limit.
 
     T >= m max(W / S, w) + (S - 1) P / (S C) + overheads
 
@@ -11,8 +11,9 @@
     C      chunks per stage
 
 The bound takes no search, so options whose bound exceeds the best step time are never searched.
-Under a memory limit, W / S becomes the seconds of the slowest stage with the least recomputation
-(`recompute_bound.py`).
+
+A tighter bound divides the operators into stages as the planner does, and adds to each stage the
+least recomputation with which its activations fit into memory (`recompute_bound.py`).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from math import prod
 
 from shardwright.core.cost.flops import Work, work_of
 from shardwright.core.cost.optimizer_state import TrainedShard, optimizer_bytes, table_shapes_of
+from shardwright.core.cost.pipeline_timeline import ChunkSeconds, min_timeline_seconds
 from shardwright.core.cost.time_model import ForwardBackward, TimeModel
 from shardwright.core.graph.graph import Graph
 from shardwright.core.layout.prime_mesh import prime_mesh
@@ -31,27 +33,36 @@ from shardwright.core.partition.schedules import SCHEDULES
 from shardwright.core.planner.options import PlanOptions
 from shardwright.core.planner.recompute_bound import (
     RecomputeOptions,
-    StageLimits,
     Vertex,
     least_recompute_seconds,
 )
 from shardwright.core.rules import rule_of
 from shardwright.core.rules.rule import ShardingRule
+from shardwright.core.search.assign_stages import balanced_chunks
 from shardwright.core.search.recompute.levels import MIN_PEAK_RATIO, micro_batches_in_flight
+from shardwright.errors import StrategyError
 
 MAX_COMBINATIONS = 300
 """Maximum number of shardings of an operator that are compared; an operator with more is assumed to
 be divided equally over all devices."""
 
 
-MAX_PASSES = 512
-"""Maximum product of stages and micro-batches for which a schedule with several chunks is simulated
-to count the micro-batches in flight; above, a smaller number of micro-batches is simulated."""
+SIMULATED_STAGES = 64
+"""Maximum number of stages of a pipeline whose schedule is simulated to count the micro-batches in
+flight; with more stages, these are in proportion to those of fewer stages."""
+
+SIMULATED_PASSES = 512
+"""Maximum product of stages and micro-batches of such a simulation, unless the schedule requires
+more micro-batches."""
+
+BALANCED_BOUND = 0.99
+"""Assumed lower bound on the step time of a plan, as a fraction of the estimate for stages balanced
+by the fastest sharding of each operator. The planner balances them by the cuts of the plan."""
 
 
 @dataclass(frozen=True)
 class _Division:
-    """A division of the model into stages.
+    """A division of the model into stages, for the graph of one number of micro-batches.
 
     Args:
         saved_fractions: fraction of the model's saved activations in each stage.
@@ -66,21 +77,27 @@ class _Division:
 
 
 class StepBounds:
-    """Lower bounds on step times for a graph on a cluster, with a cache.
+    """Lower bounds on step times of a model on a cluster, with a cache.
+
+    All options of a search have one memory limit and one optimizer.
 
     Args:
-        graph: graph of one micro-batch.
+        graphs: graph of one micro-batch, by number of micro-batches.
         recompute_options: function that returns the recomputation options of the model; by default
             no recomputation is counted.
     """
 
     def __init__(
-        self, graph: Graph, recompute_options: Callable[[], RecomputeOptions] | None = None
+        self,
+        graphs: Mapping[int, Graph],
+        recompute_options: Callable[[], RecomputeOptions] | None = None,
     ) -> None:
-        self._graph, self._recompute_options = graph, recompute_options
-        self._cached_pass_seconds: dict[int, tuple[float, float, float]] = {}
-        self._cached_operator_seconds: dict[int, dict[int, ForwardBackward]] = {}
-        self._cached_stage_limits: dict[int, StageLimits] = {}
+        self._graphs, self._recompute_options = graphs, recompute_options
+        # By numbers of micro-batches and stages.
+        self._cached_operator_seconds: dict[tuple[int, int], dict[int, ForwardBackward]] = {}
+        self._cached_pass_seconds: dict[tuple[int, int], tuple[float, float, float]] = {}
+        self._cached_model_bytes: dict[int, tuple[float, float]] = {}
+        self._cached_chunks: dict[int, Mapping[str, int] | None] = {}
         self._cached_divisions: dict[object, list[tuple[Mapping[str, int], _Division]]] = {}
 
     def min_seconds(self, options: PlanOptions) -> float:
@@ -112,20 +129,44 @@ class StepBounds:
         fill = (stages - 1) * passed / (stages * chunks)
         return busy + fill + device.step_overhead
 
-    def recompute_seconds(self, options: PlanOptions) -> float:
-        """Return a lower bound on the seconds that all plans with `options` recompute in a step to
-        fit into the memory limit; 0 without a limit."""
-        stages, limit = options.stages, options.limit
-        if limit is None or self._recompute_options is None or not isinstance(stages, int):
-            return 0.0
-        if options.devices % stages or options.resolved_cluster.device.is_oversubscribed(
-            options.devices
+    def balanced_seconds(self, options: PlanOptions) -> float:
+        """Return an assumed lower bound in seconds on the step time of all plans with `options`,
+        from the computation of balanced stages and the recomputation that memory requires.
+
+        Args:
+            options: as for `min_seconds`. The bound is 0 if the stages are not the planner's, or
+                share a processor.
+        """
+        stages, device = options.stages, options.resolved_cluster.device
+        if (
+            not isinstance(stages, int)
+            or options.devices % stages
+            or options.stage_config is not None
+            or device.is_oversubscribed(options.devices)
         ):
             return 0.0
-        limits = self._compute_stage_limits(options, limit)
-        # Less the computation, which `min_seconds` counts already.
-        each = limits.least_seconds(_min_micro_batches_in_flight(options)) - limits.seconds / stages
-        return options.num_micro_batches * each
+        count, schedule = options.num_micro_batches, options.schedule
+        # As in `pipeline_spec`: plans that the planner makes have the fewest chunks.
+        chunks = SCHEDULES[schedule].min_chunks if stages > 1 else 1
+        chunk_of = self._balanced_chunks(options, stages * chunks)
+        if chunk_of is None:
+            return 0.0
+        pipeline = PipelineSpec(stages, count, schedule, chunks, chunk_of)
+        recomputing = self.stage_recompute_seconds(options, pipeline)
+        forward, backward = self._chunk_seconds(options, pipeline)
+        if stages == 1:
+            return BALANCED_BOUND * count * (forward[0] + backward[0] + recomputing[0])
+        busy = [0.0] * stages
+        for number, seconds in enumerate(backward):
+            busy[pipeline.stage_of(number)] += seconds
+        passes = []
+        for number, seconds in enumerate(backward):
+            stage = pipeline.stage_of(number)
+            # Chunks of a stage share its recomputation in proportion to their backward passes.
+            more = recomputing[stage] * seconds / busy[stage] if busy[stage] else 0.0
+            overhead = device.pass_overhead
+            passes.append(ChunkSeconds(forward[number] + overhead, seconds + more + overhead))
+        return BALANCED_BOUND * (min_timeline_seconds(pipeline, passes) + device.step_overhead)
 
     def stage_recompute_seconds(
         self,
@@ -136,6 +177,9 @@ class StepBounds:
         """Return an estimate of the least seconds per micro-batch that each stage of `pipeline`
         recomputes to fit into the memory limit; 0 without a limit.
 
+        Assumes that all activations are sharded over all devices of their stage, so that no plan
+        needs less memory.
+
         Args:
             stage_memory: bytes per device of each stage without activations; by default those of
                 parameters, gradients and optimizer state, sharded over all devices.
@@ -145,124 +189,162 @@ class StepBounds:
             return [0.0] * stages
         if options.resolved_cluster.device.is_oversubscribed(options.devices):
             return [0.0] * stages
-        limits = self._compute_stage_limits(replace(options, stages=stages), limit)
-        division = self._compute_division(pipeline)
+        parameter_bytes, saved_bytes = self._model_bytes(options)
+        division = self._divide_model(options, pipeline)
+        devices = options.devices // stages
+        stage_bytes = limit * devices / MIN_PEAK_RATIO
         if stage_memory is None:
-            memory = [limits.parameter_bytes * each for each in division.parameter_fractions]
+            memory = [parameter_bytes * each for each in division.parameter_fractions]
         else:
-            memory = [size * (options.devices // stages) for size in stage_memory]
+            memory = [size * devices for size in stage_memory]
         needed = zip(
             *(memory, division.saved_fractions, division.curves),
-            _min_micro_batches_in_flight(options),
+            _min_micro_batches_in_flight(pipeline),
             strict=True,
         )
         return [
             least_recompute_seconds(
-                curve, saved - (limits.stage_bytes - stored) / max(1, count * limits.saved_bytes)
+                curve, saved - (stage_bytes - stored) / max(1, count * saved_bytes)
             )
             for stored, saved, curve, count in needed
         ]
 
-    def _compute_division(self, pipeline: PipelineSpec) -> _Division:
-        key = pipeline.stages, pipeline.chunks, pipeline.schedule_spec.v_shaped
+    def _balanced_chunks(self, options: PlanOptions, count: int) -> Mapping[str, int] | None:
+        """Return the chunk index of each operator, by name, for `count` chunks of nearly equal
+        time; None if the model cannot be divided so."""
+        # Fastest shardings divide the time between operators alike for all numbers of
+        # micro-batches and stages, so that one division serves all of them.
+        if count not in self._cached_chunks:
+            graph, fastest = self._graph_of(options), self._fastest_seconds(options)
+            seconds = [sum(fastest[id(work_of(op))]) for op in graph.ops]
+            try:
+                self._cached_chunks[count] = balanced_chunks(graph, count, seconds)
+            except StrategyError:
+                # The search of these options raises the error.
+                self._cached_chunks[count] = None
+        return self._cached_chunks[count]
+
+    def _chunk_seconds(
+        self, options: PlanOptions, pipeline: PipelineSpec
+    ) -> tuple[list[float], list[float]]:
+        """Return the least forward and backward seconds of each chunk for one micro-batch."""
+        fastest = self._fastest_seconds(options)
+        forward, backward = [0.0] * pipeline.num_chunks, [0.0] * pipeline.num_chunks
+        for op in self._graph_of(options).ops:
+            chunk = pipeline.chunk_of.get(op.name, 0)
+            op_forward, op_backward = fastest[id(work_of(op))]
+            forward[chunk] += op_forward
+            backward[chunk] += op_backward
+        return forward, backward
+
+    def _divide_model(self, options: PlanOptions, pipeline: PipelineSpec) -> _Division:
+        count, stages = options.num_micro_batches, pipeline.stages
+        key = count, stages, pipeline.chunks, pipeline.schedule_spec.v_shaped
         # Assignments are not hashable; the planner has one object for equal cuts and stages.
         cached = self._cached_divisions.setdefault(key, [])
         for chunk_of, division in cached:
             if chunk_of is pipeline.chunk_of:
                 return division
         assert self._recompute_options is not None
-        recompute, stages = self._recompute_options(), pipeline.stages
-        fastest, by_name = self._cached_operator_seconds[stages], self._graph.by_name
+        recompute, graph = self._recompute_options(), self._graph_of(options)
+        fastest, by_name = self._fastest_seconds(replace(options, stages=stages)), graph.by_name
 
         def stage_of(name: str) -> int:
             return pipeline.stage_of(pipeline.chunk_of.get(name, 0))
 
+        def seconds_of(name: str) -> float:
+            # A graph for another number of micro-batches may lack the operator.
+            return fastest[id(work_of(by_name[name]))][0] if name in by_name else 0.0
+
         saved, stored = [0.0] * stages, [0.0] * stages
         for name, fraction in recompute.saved_fractions.items():
             saved[stage_of(name)] += fraction
-        for value in self._graph.parameters:
+        for value in graph.parameters:
             if value.requires_grad:
-                for stage in {stage_of(op.name) for op, _ in self._graph.consumers[value]}:
+                for stage in {stage_of(op.name) for op, _ in graph.consumers[value]}:
                     stored[stage] += value.numel
         total = max(1.0, sum(stored))
-        division = _Division(
-            saved,
-            [each / total for each in stored],
-            recompute.stage_curves(
-                lambda name: fastest[id(work_of(by_name[name]))][0] if name in by_name else 0.0,
-                stage_of,
-                stages,
-            ),
-        )
+        curves = recompute.stage_curves(seconds_of, stage_of, stages)
+        division = _Division(saved, [each / total for each in stored], curves)
         cached.append((pipeline.chunk_of, division))
         return division
 
-    def _compute_stage_limits(self, options: PlanOptions, limit: int) -> StageLimits:
-        stages = options.stages
-        assert isinstance(stages, int)
+    def _model_bytes(self, options: PlanOptions) -> tuple[float, float]:
+        """Return the bytes of the whole model: (parameters, gradients and optimizer state;
+        activations that a micro-batch saves without recomputation)."""
+        count, graph = options.num_micro_batches, self._graph_of(options)
         assert self._recompute_options is not None
-        # By stages alone: all options of a search have one limit and one optimizer.
-        if stages not in self._cached_stage_limits:
-            forward, backward, _ = self._compute_min_pass_seconds(options)
-            fastest, by_name = self._cached_operator_seconds[stages], self._graph.by_name
-            recompute = self._recompute_options()
-
-            def seconds_of(name: str) -> float:
-                # A graph for another number of micro-batches may lack the operator.
-                return fastest[id(work_of(by_name[name]))][0] if name in by_name else 0.0
-
-            tables = table_shapes_of(self._graph)
+        if count not in self._cached_model_bytes:
+            tables = table_shapes_of(graph)
             shards = [
                 TrainedShard(value.shape, value.stored_dtype, value.shape, value.shape in tables)
-                for value in self._graph.parameters
+                for value in graph.parameters
                 if value.requires_grad
             ]
             stored = sum(prod(shard.shape) * shard.dtype.itemsize for shard in shards)
-            self._cached_stage_limits[stages] = StageLimits(
-                forward + backward,
-                recompute.curve(seconds_of),
-                # Twice: parameters and their gradients.
-                2 * stored + optimizer_bytes(options.optimizer, shards).state,
-                recompute.saved_bytes_in(self._graph),
-                limit * (options.devices // stages) / MIN_PEAK_RATIO,
-            )
-        return self._cached_stage_limits[stages]
+            # Twice: parameters and their gradients.
+            parameter_bytes = 2 * stored + optimizer_bytes(options.optimizer, shards).state
+            saved_bytes = self._recompute_options().saved_bytes_in(graph)
+            self._cached_model_bytes[count] = parameter_bytes, saved_bytes
+        return self._cached_model_bytes[count]
+
+    def _graph_of(self, options: PlanOptions) -> Graph:
+        return self._graphs[options.num_micro_batches]
+
+    def _fastest_seconds(self, options: PlanOptions) -> Mapping[int, ForwardBackward]:
+        """Return the (forward, backward) seconds of each operator in its fastest sharding, by the
+        id of its `Work`."""
+        stages = options.stages
+        assert isinstance(stages, int)
+        key = options.num_micro_batches, stages
+        if key not in self._cached_operator_seconds:
+            mesh = prime_mesh(options.devices // stages)
+            model = TimeModel(options.resolved_cluster, mesh, stages)
+            fastest = self._cached_operator_seconds[key] = {}
+            for op in self._graph_of(options).ops:
+                work = work_of(op)
+                # Repeated layers share one `Work`, so that each kind of operator is compared once.
+                if id(work) not in fastest:
+                    fastest[id(work)] = _min_operator_seconds(model, work, rule_of(op))
+        return self._cached_operator_seconds[key]
 
     def _compute_min_pass_seconds(self, options: PlanOptions) -> tuple[float, float, float]:
         """Return lower bounds for one micro-batch: (seconds of the forward pass, seconds of the
         backward pass, forward plus backward seconds of the longest operator)."""
         stages = options.stages
         assert isinstance(stages, int)
-        if stages in self._cached_pass_seconds:
-            return self._cached_pass_seconds[stages]
-        mesh = prime_mesh(options.devices // stages)
-        model = TimeModel(options.resolved_cluster, mesh, stages)
-        fastest = self._cached_operator_seconds.setdefault(stages, {})
-        forward = backward = longest = 0.0
-        for op in self._graph.ops:
-            work = work_of(op)
-            # Repeated layers share one `Work`, so that each kind of operator is compared once.
-            if id(work) not in fastest:
-                fastest[id(work)] = _min_operator_seconds(model, work, rule_of(op))
-            op_forward, op_backward = fastest[id(work)]
-            forward, backward = forward + op_forward, backward + op_backward
-            longest = max(longest, op_forward + op_backward)
-        self._cached_pass_seconds[stages] = forward, backward, longest
-        return self._cached_pass_seconds[stages]
+        key = options.num_micro_batches, stages
+        if key not in self._cached_pass_seconds:
+            fastest = self._fastest_seconds(options)
+            seconds = [fastest[id(work_of(op))] for op in self._graph_of(options).ops]
+            forward = sum(each for each, _ in seconds)
+            backward = sum(each for _, each in seconds)
+            longest = max(map(sum, seconds), default=0.0)
+            self._cached_pass_seconds[key] = forward, backward, longest
+        return self._cached_pass_seconds[key]
 
 
-def _min_micro_batches_in_flight(options: PlanOptions) -> tuple[int, ...]:
-    """Return a lower bound on the number of micro-batches in flight of each stage."""
-    assert isinstance(options.stages, int)
-    stages, count = options.stages, options.num_micro_batches
-    chunks = SCHEDULES[options.schedule].min_chunks if stages > 1 else 1
-    pipeline = PipelineSpec(stages, count, options.schedule, chunks)
+def _min_micro_batches_in_flight(pipeline: PipelineSpec) -> Sequence[float]:
+    """Return an assumed lower bound on the number of micro-batches in flight of each stage."""
+    stages = pipeline.stages
+    if stages > SIMULATED_STAGES:
+        # The schedules' numbers grow in proportion to stages and micro-batches.
+        ratio = stages / SIMULATED_STAGES
+        rounds = max(pipeline.schedule_spec.min_rounds, pipeline.micro_batches // stages)
+        micro_batches = rounds * SIMULATED_STAGES
+        fewer = replace(pipeline, stages=SIMULATED_STAGES, micro_batches=micro_batches)
+        counts = _min_micro_batches_in_flight(fewer)
+        return [ratio * counts[int(stage / ratio)] for stage in range(stages)]
     # More micro-batches than that hardly change how many are in flight, except with GPipe.
     fewest = pipeline.schedule_spec.min_micro_batches(stages)
     # A multiple of the stages, which interleaved schedules need.
-    fewer = max(fewest, MAX_PASSES // stages**2 * stages)
-    if chunks > 1 and fewer < count and pipeline.schedule_spec.can_run(fewer, stages):
-        pipeline = replace(pipeline, micro_batches=fewer)
+    fewer_micro_batches = max(fewest, SIMULATED_PASSES // stages**2 * stages)
+    if (
+        pipeline.chunks > 1
+        and fewer_micro_batches < pipeline.micro_batches
+        and pipeline.schedule_spec.can_run(fewer_micro_batches, stages)
+    ):
+        pipeline = replace(pipeline, micro_batches=fewer_micro_batches)
     return micro_batches_in_flight(pipeline)
 
 
