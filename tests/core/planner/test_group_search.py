@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import shardwright as sw
-from shardwright.core.planner import candidate, candidate_fitting, group_search
+from shardwright.core.planner import candidate, candidate_fitting, group_search, step_bound
 from shardwright.core.planner.candidate import Candidate
 from shardwright.core.planner.group_search import GroupSearch
 from shardwright.core.planner.stage_options import LowestSeconds, QueuedOptions
@@ -37,7 +37,9 @@ def test_the_answer_is_that_of_examining_everything(
     found = plan(limit, **OPEN)
     with monkeypatch.context() as patched:
         # Nothing is skipped: all bounds are those of the computation, and all cuts are examined.
-        patched.setattr(group_search, "NEXT_MEM_COEFF_BOUND", 0.0)
+        patched.setattr(group_search, "SIMILAR_BOUND", 0.0)
+        patched.setattr(step_bound, "SIMILAR_BOUND", 0.0)
+        patched.setattr(step_bound, "BALANCED_BOUND", 0.0)
         patched.setattr(group_search, "UNSHARDED_BOUND", 0.0)
         patched.setattr(candidate_fitting, "RECOMPUTED_BOUND", 0.0)
         patched.setattr(QueuedOptions, "without_earlier_cuts", lambda _, candidates: candidates)

@@ -147,7 +147,7 @@ def _actions_of_torch_schedule(
         first = min(each.micro_batch for each in stage_actions if each.pass_type == FORWARD)
         result.append(
             tuple(
-                each._replace(micro_batch=each.micro_batch - first)
+                Action(each.chunk, each.pass_type, each.micro_batch - first)
                 if first and each.pass_type == FORWARD
                 else each
                 for each in stage_actions

@@ -114,6 +114,13 @@ class Candidate:
             cached.append((key, times))
         return times
 
+    @property
+    def micro_batch_seconds(self) -> float:
+        """Predicted forward plus backward seconds of a micro-batch over all stages, on a
+        cluster."""
+        steps = [each.step for each in self._chunk_times]
+        return sum(step.forward_seconds + step.backward_seconds for step in steps)
+
     def seconds_with_recompute(
         self, stage_seconds: Sequence[float], simulates_pipeline: bool = True
     ) -> float:

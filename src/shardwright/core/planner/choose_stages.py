@@ -14,8 +14,9 @@ from shardwright.core.planner.candidate import Candidate, FindCandidates
 from shardwright.core.planner.fit_memory import fastest_within_memory
 from shardwright.core.planner.options import PlanOptions
 from shardwright.core.planner.ranking import Ranking
+from shardwright.core.planner.sharding_overhead import ShardingOverheads
 from shardwright.core.planner.stage_options import StageOptions
-from shardwright.core.planner.step_bound import StepBounds
+from shardwright.core.planner.step_bound import ShardingOverhead, StepBounds
 from shardwright.errors import PlanInterrupted
 
 log = logging.getLogger("shardwright.search")
@@ -55,11 +56,10 @@ def fastest_over_stages(
     all_options = [
         each for options in requested for each in _options_by_schedule_and_stages(options)
     ]
-    stage_options = [
-        _build_stage_options(each, bounds)
-        for each in all_options
-        if best is None or not _has_requested_stages(best, each)
+    searched = [
+        each for each in all_options if best is None or not _has_requested_stages(best, each)
     ]
+    stage_options = _build_stage_options(searched, find_candidates, bounds)
     if len(stage_options) == 1:
         # Nothing to compare the bound with.
         stage_options[0].relaxed_options = None
@@ -79,17 +79,38 @@ def fastest_over_stages(
     return fastest
 
 
-def _build_stage_options(options: PlanOptions, bounds: StepBounds | None) -> StageOptions:
-    relaxed = _relax_options_for_lower_bound(options)
+def _build_stage_options(
+    all_options: Sequence[PlanOptions], find_candidates: FindCandidates, bounds: StepBounds | None
+) -> list[StageOptions]:
+    relaxed = [_relax_options_for_lower_bound(options) for options in all_options]
     if bounds is None:
-        return StageOptions(options, relaxed_options=relaxed)
-    return StageOptions(
-        options,
-        bounds.min_seconds(options),
-        relaxed,
-        balanced_bound=partial(bounds.balanced_seconds, options),
-        stage_recompute=partial(bounds.stage_recompute_seconds, options),
-    )
+        return [
+            StageOptions(options, relaxed_options=each)
+            for options, each in zip(all_options, relaxed, strict=True)
+        ]
+    overheads = ShardingOverheads(filter(None, relaxed), find_candidates, bounds)
+
+    def balanced_bound(options: PlanOptions) -> float:
+        return bounds.balanced_seconds(options, overheads.of(options))
+
+    def stage_recompute(
+        candidate: Candidate, stage_memory: Sequence[int] | None, counts_overhead: bool
+    ) -> Sequence[float]:
+        overhead = overheads.of_candidate(candidate) if counts_overhead else ShardingOverhead()
+        return bounds.stage_recompute_seconds(
+            candidate.options, candidate.pipeline, overhead, stage_memory
+        )
+
+    return [
+        StageOptions(
+            options,
+            bounds.min_seconds(options),
+            each,
+            balanced_bound=partial(balanced_bound, options),
+            stage_recompute=stage_recompute if options.limit is not None else None,
+        )
+        for options, each in zip(all_options, relaxed, strict=True)
+    ]
 
 
 def _options_by_schedule_and_stages(options: PlanOptions) -> Iterator[PlanOptions]:

@@ -23,14 +23,10 @@ from shardwright.core.planner.queued_candidate import (
 from shardwright.core.planner.ranking import requested_kind
 from shardwright.core.planner.search_queue import SearchQueue
 from shardwright.core.planner.stage_options import LowestSeconds, QueuedOptions, StageOptions
+from shardwright.core.planner.step_bound import SIMILAR_BOUND
 from shardwright.errors import PlanError, StrategyError
 
 log = logging.getLogger("shardwright.search")
-
-NEXT_MEM_COEFF_BOUND = 0.97
-"""Assumed lower bound on the step time with the next larger `mem_coeff`, as a fraction of the
-extrapolated step time. Below 1, since plans with a larger `mem_coeff` can be slightly faster: the
-objective of the search is simpler than the predictor."""
 
 MIN_INCREASE_RATIO = 2.0
 """Assumed minimum ratio between the increases of the step time by two consecutive steps of
@@ -56,7 +52,7 @@ def next_mem_coeff_bound(lowest: float, previous: float) -> float:
     if lowest == inf:
         return 0.0
     increase = lowest - previous if previous < lowest else 0.0
-    return NEXT_MEM_COEFF_BOUND * (lowest + MIN_INCREASE_RATIO * increase)
+    return SIMILAR_BOUND * (lowest + MIN_INCREASE_RATIO * increase)
 
 
 class GroupSearch(SearchQueue):
@@ -192,6 +188,7 @@ class GroupSearch(SearchQueue):
         candidate: Candidate,
         stage_options: StageOptions,
         min_memory: Sequence[int] | None = None,
+        counts_overhead: bool = True,
         simulates_pipeline: bool = True,
     ) -> float:
         """Return a lower bound in seconds on the step time of `candidate` with the recomputation
@@ -200,11 +197,15 @@ class GroupSearch(SearchQueue):
         Args:
             min_memory: minimum bytes per device of each stage, without activations; by default the
                 minimum over all plans with `stage_options`.
+            counts_overhead: whether to count the overhead of the candidate's sharding; otherwise
+                the bound holds with all activations sharded over all devices of their stage.
             simulates_pipeline: whether the bound simulates the passes of all stages, which makes it
                 tighter.
         """
         # Without a cluster no seconds are predicted, and the order of the phases decides.
-        needed = stage_options.stage_recompute(candidate.pipeline, min_memory)
+        needed = [0.0] * candidate.pipeline.stages
+        if stage_options.stage_recompute is not None:
+            needed = [*stage_options.stage_recompute(candidate, min_memory, counts_overhead)]
         return candidate.seconds_with_recompute(needed, simulates_pipeline)
 
     def _queue_attempt_without_zero(
@@ -276,11 +277,16 @@ class GroupSearch(SearchQueue):
             stage_options.relaxed_options = None
         try:
             relaxed_candidates = self.find_candidates(relaxed)
-            seconds = min(
-                self._bound_seconds_with_recompute(
-                    each, stage_options, simulates_pipeline=simulates_pipeline
+            # Other values of `mem_coeff` may give other overheads on activations.
+            seconds = max(
+                ratio
+                * min(
+                    self._bound_seconds_with_recompute(
+                        each, stage_options, None, counts_overhead, simulates_pipeline
+                    )
+                    for each in relaxed_candidates
                 )
-                for each in relaxed_candidates
+                for ratio, counts_overhead in ((1.0, False), (SIMILAR_BOUND, True))
             )
         except (PlanError, StrategyError) as error:
             self.errors.append((relaxed, error))

@@ -75,31 +75,30 @@ class RecomputeCache:
     depths_by_chunks: dict[tuple[int, int], Sequence[Sequence[int]]] = field(default_factory=dict)
     measured_ratios: dict[object, float] = field(default_factory=dict)
 
-    def recompute_levels(self, candidate: Candidate) -> RecomputeLevels:
-        """Return the recomputation levels of a candidate, which do not depend on the ZeRO level."""
-        graph, pipeline = candidate.model.graph, candidate.pipeline
-        cuts_key = candidate.mesh, candidate.cuts
-        key = cuts_key, _make_pipeline_key(candidate)
-        if key not in self.levels_by_cuts:
-            options, costs = candidate.options, DEFAULT_COSTS
+    def blocks(self, candidate: Candidate) -> RecomputeBlocks:
+        """Return the blocks of a candidate that may be recomputed, for any division into stages."""
+        key = candidate.mesh, candidate.cuts, candidate.pipeline.micro_batches
+        if key not in self.blocks_by_cuts:
+            options, graph, costs = candidate.options, candidate.model.graph, DEFAULT_COSTS
             if options.cluster is not None:
                 # The rate of matrix products depends on the dtype.
                 dtype = graph.compute_dtype or torch.float32
                 costs = RecomputeCosts.of_cluster(options.resolved_cluster, dtype)
+            self.blocks_by_cuts[key] = RecomputeBlocks(
+                graph, candidate.mesh, candidate.decisions, costs
+            )
+        return self.blocks_by_cuts[key]
+
+    def recompute_levels(self, candidate: Candidate) -> RecomputeLevels:
+        """Return the recomputation levels of a candidate, which do not depend on the ZeRO level."""
+        pipeline = candidate.pipeline
+        key = candidate.mesh, candidate.cuts, _make_pipeline_key(candidate)
+        if key not in self.levels_by_cuts:
             chunks_key = pipeline.micro_batches, pipeline.num_chunks
-            # Blocks do not depend on the division into stages.
-            blocks_key = cuts_key, pipeline.micro_batches
             # All cuts with as many chunks share depths, as each depth takes an estimate to find.
             recompute_levels = RecomputeLevels(
-                graph,
-                candidate.mesh,
-                candidate.decisions,
-                pipeline,
-                costs,
-                self.depths_by_chunks.get(chunks_key),
-                self.blocks_by_cuts.get(blocks_key),
+                self.blocks(candidate), pipeline, self.depths_by_chunks.get(chunks_key)
             )
-            self.blocks_by_cuts[blocks_key] = recompute_levels.blocks
             self.depths_by_chunks[chunks_key] = recompute_levels.depths
             self.levels_by_cuts[key] = recompute_levels
         return self.levels_by_cuts[key]

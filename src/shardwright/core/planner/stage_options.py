@@ -9,11 +9,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
 
-from shardwright.core.partition.pipeline_spec import PipelineSpec
 from shardwright.core.planner.attempts import AttemptGroups
 from shardwright.core.planner.candidate import Candidate
 from shardwright.core.planner.captured_model import SharedCuts
 from shardwright.core.planner.options import PlanOptions
+
+StageRecompute = Callable[[Candidate, Sequence[int] | None, bool], Sequence[float]]
+"""Function as described for `StageOptions.stage_recompute`."""
 
 
 @dataclass
@@ -28,10 +30,11 @@ class StageOptions:
         may_fit: whether a lower bound on the memory of a candidate was within the limit.
         is_too_large: whether memory exceeded the limit even at the highest ZeRO level.
         balanced_bound: function that returns a lower bound in seconds on the step time with
-            balanced stages and the recomputation that the memory limit requires.
-        stage_recompute: function from a division into stages, and the bytes per device of each
-            stage without activations (None for the minimum), to the estimated least seconds per
-            micro-batch that each stage recomputes.
+            balanced stages, communication and the recomputation that the memory limit requires.
+        stage_recompute: function from a candidate, the bytes per device of each of its stages
+            without activations (None for the minimum), and whether to count the overhead of its
+            sharding, to the estimated least seconds per micro-batch that each stage recomputes.
+            None if nothing must be recomputed.
         was_balanced: whether `balanced_bound` has been called.
     """
 
@@ -42,9 +45,7 @@ class StageOptions:
     may_fit: bool = False
     is_too_large: bool = False
     balanced_bound: Callable[[], float] = lambda: 0.0
-    stage_recompute: Callable[[PipelineSpec, Sequence[int] | None], Sequence[float]] = (
-        lambda pipeline, _: [0.0] * pipeline.stages
-    )
+    stage_recompute: StageRecompute | None = None
     was_balanced: bool = False
 
     def balance_stages(self) -> None:

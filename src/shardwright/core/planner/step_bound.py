@@ -12,8 +12,9 @@
 
 The bound takes no search, so options whose bound exceeds the best step time are never searched.
 
-A tighter bound divides the operators into stages as the planner does, and adds to each stage the
-least recomputation with which its activations fit into memory (`recompute_bound.py`).
+A tighter bound divides the operators into stages as the planner does, lengthens their passes by
+communication (`sharding_overhead.py`), and adds to each stage the least recomputation with which
+its activations fit into memory (`recompute_bound.py`).
 """
 
 from __future__ import annotations
@@ -58,6 +59,26 @@ more micro-batches."""
 BALANCED_BOUND = 0.99
 """Assumed lower bound on the step time of a plan, as a fraction of the estimate for stages balanced
 by the fastest sharding of each operator. The planner balances them by the cuts of the plan."""
+
+
+SIMILAR_BOUND = 0.97
+"""Assumed lower bound on the step time of a plan, as a fraction of an estimate from a similar plan:
+with a smaller `mem_coeff`, or for other numbers of stages and micro-batches. Below 1, since plans
+with a larger `mem_coeff` can be slightly faster: the objective of the search is simpler than the
+predictor."""
+
+
+@dataclass(frozen=True)
+class ShardingOverhead:
+    """Overhead of a plan relative to the fastest sharding of each operator without communication.
+
+    Args:
+        seconds: ratio of the seconds of a micro-batch; at least 1.
+        saved_bytes: ratio of the bytes of activations that all devices save together; at least 1.
+    """
+
+    seconds: float = 1.0
+    saved_bytes: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -129,13 +150,22 @@ class StepBounds:
         fill = (stages - 1) * passed / (stages * chunks)
         return busy + fill + device.step_overhead
 
-    def balanced_seconds(self, options: PlanOptions) -> float:
+    def micro_batch(self, options: PlanOptions) -> tuple[float, float]:
+        """Return lower bounds for one micro-batch: (forward plus backward seconds on the devices of
+        one stage, from computation alone; bytes of activations that the model saves)."""
+        forward, backward, _ = self._compute_min_pass_seconds(options)
+        return forward + backward, self._model_bytes(options)[1]
+
+    def balanced_seconds(
+        self, options: PlanOptions, overhead: ShardingOverhead = ShardingOverhead()
+    ) -> float:
         """Return an assumed lower bound in seconds on the step time of all plans with `options`,
         from the computation of balanced stages and the recomputation that memory requires.
 
         Args:
             options: as for `min_seconds`. The bound is 0 if the stages are not the planner's, or
                 share a processor.
+            overhead: overhead of plans that divide the batch into as many parts.
         """
         stages, device = options.stages, options.resolved_cluster.device
         if (
@@ -145,42 +175,57 @@ class StepBounds:
             or device.is_oversubscribed(options.devices)
         ):
             return 0.0
-        count, schedule = options.num_micro_batches, options.schedule
         # As in `pipeline_spec`: plans that the planner makes have the fewest chunks.
-        chunks = SCHEDULES[schedule].min_chunks if stages > 1 else 1
+        chunks = SCHEDULES[options.schedule].min_chunks if stages > 1 else 1
         chunk_of = self._balanced_chunks(options, stages * chunks)
         if chunk_of is None:
             return 0.0
-        pipeline = PipelineSpec(stages, count, schedule, chunks, chunk_of)
-        recomputing = self.stage_recompute_seconds(options, pipeline)
-        forward, backward = self._chunk_seconds(options, pipeline)
-        if stages == 1:
-            return BALANCED_BOUND * count * (forward[0] + backward[0] + recomputing[0])
-        busy = [0.0] * stages
+        pipeline = PipelineSpec(
+            stages, options.num_micro_batches, options.schedule, chunks, chunk_of
+        )
+        # The overhead on activations depends on `mem_coeff`; that on seconds hardly does.
+        without = ShardingOverhead(overhead.seconds)
+        return max(
+            BALANCED_BOUND * self._estimate_seconds(options, pipeline, without),
+            SIMILAR_BOUND * self._estimate_seconds(options, pipeline, overhead),
+        )
+
+    def _estimate_seconds(
+        self, options: PlanOptions, pipeline: PipelineSpec, overhead: ShardingOverhead
+    ) -> float:
+        """Return an estimate of the least step time in seconds with the stages of `pipeline`."""
+        recomputing = self.stage_recompute_seconds(options, pipeline, overhead)
+        forward, backward = (
+            [overhead.seconds * seconds for seconds in passes]
+            for passes in self._chunk_seconds(options, pipeline)
+        )
+        if pipeline.stages == 1:
+            return pipeline.micro_batches * (forward[0] + backward[0] + recomputing[0])
+        busy = [0.0] * pipeline.stages
         for number, seconds in enumerate(backward):
             busy[pipeline.stage_of(number)] += seconds
-        passes = []
+        device = options.resolved_cluster.device
+        chunk_seconds = []
         for number, seconds in enumerate(backward):
             stage = pipeline.stage_of(number)
             # Chunks of a stage share its recomputation in proportion to their backward passes.
             more = recomputing[stage] * seconds / busy[stage] if busy[stage] else 0.0
-            overhead = device.pass_overhead
-            passes.append(ChunkSeconds(forward[number] + overhead, seconds + more + overhead))
-        return BALANCED_BOUND * (min_timeline_seconds(pipeline, passes) + device.step_overhead)
+            passes = forward[number], seconds + more
+            chunk_seconds.append(ChunkSeconds(*(each + device.pass_overhead for each in passes)))
+        return min_timeline_seconds(pipeline, chunk_seconds) + device.step_overhead
 
     def stage_recompute_seconds(
         self,
         options: PlanOptions,
         pipeline: PipelineSpec,
+        overhead: ShardingOverhead = ShardingOverhead(),
         stage_memory: Sequence[int] | None = None,
     ) -> Sequence[float]:
         """Return an estimate of the least seconds per micro-batch that each stage of `pipeline`
         recomputes to fit into the memory limit; 0 without a limit.
 
-        Assumes that all activations are sharded over all devices of their stage, so that no plan
-        needs less memory.
-
         Args:
+            overhead: overhead of the plan, by default none.
             stage_memory: bytes per device of each stage without activations; by default those of
                 parameters, gradients and optimizer state, sharded over all devices.
         """
@@ -202,8 +247,10 @@ class StepBounds:
             _min_micro_batches_in_flight(pipeline),
             strict=True,
         )
+        saved_bytes *= overhead.saved_bytes
         return [
-            least_recompute_seconds(
+            overhead.seconds
+            * least_recompute_seconds(
                 curve, saved - (stage_bytes - stored) / max(1, count * saved_bytes)
             )
             for stored, saved, curve, count in needed
@@ -273,7 +320,6 @@ class StepBounds:
         """Return the bytes of the whole model: (parameters, gradients and optimizer state;
         activations that a micro-batch saves without recomputation)."""
         count, graph = options.num_micro_batches, self._graph_of(options)
-        assert self._recompute_options is not None
         if count not in self._cached_model_bytes:
             tables = table_shapes_of(graph)
             shards = [
@@ -284,7 +330,8 @@ class StepBounds:
             stored = sum(prod(shard.shape) * shard.dtype.itemsize for shard in shards)
             # Twice: parameters and their gradients.
             parameter_bytes = 2 * stored + optimizer_bytes(options.optimizer, shards).state
-            saved_bytes = self._recompute_options().saved_bytes_in(graph)
+            recompute = self._recompute_options and self._recompute_options()
+            saved_bytes = recompute.saved_bytes_in(graph) if recompute else 0.0
             self._cached_model_bytes[count] = parameter_bytes, saved_bytes
         return self._cached_model_bytes[count]
 

@@ -48,7 +48,7 @@ def fit_by_recomputation(
     plain = MeasuredDecisions(plan.decisions, measure(plan.decisions, None))
     if plain.memory.peak <= limit:
         return plain
-    levels = RecomputeLevels(graph, plan.mesh, plan.decisions, plan.pipeline)
+    levels = RecomputeLevels(RecomputeBlocks(graph, plan.mesh, plan.decisions), plan.pipeline)
     parts = levels.at_depth(levels.depths[0][0]), plan.decisions, measure, limit
     fit = RecomputeSearch(*parts, memory_lower_bounds(plan.partitioned, "adamw"))
     if fit.can_fit:
@@ -187,7 +187,7 @@ def test_of_what_cannot_fit_only_the_stage_that_needs_most_is_measured() -> None
         asked.append(stages)
         return memory(Partitioned(graph, plan.mesh, decisions, plan.pipeline), stages=stages)
 
-    levels = RecomputeLevels(graph, plan.mesh, plan.decisions, plan.pipeline)
+    levels = RecomputeLevels(RecomputeBlocks(graph, plan.mesh, plan.decisions), plan.pipeline)
     parts = levels.at_depth(levels.depths[0][0]), plan.decisions, needs, 1
     fit = RecomputeSearch(*parts, memory_lower_bounds(plan.partitioned, "adamw"))
     assert not fit.can_fit
@@ -205,7 +205,7 @@ def test_what_another_plan_of_its_kind_needs_makes_an_estimate_enough() -> None:
         asked.append(decisions)
         return measured(plan, decisions, stages)
 
-    levels = RecomputeLevels(GRAPH, plan.mesh, plan.decisions, plan.pipeline)
+    levels = RecomputeLevels(RecomputeBlocks(GRAPH, plan.mesh, plan.decisions), plan.pipeline)
     parts = levels.at_depth(levels.depths[0][0]), plan.decisions, needs
     others = memory_lower_bounds(plan.partitioned, "adamw")
     first = RecomputeSearch(*parts, 1, others)

@@ -11,16 +11,13 @@ from dataclasses import replace
 from functools import cache, cached_property
 
 from shardwright.core.cost.pipeline_timeline import actions, in_flight_counts
-from shardwright.core.graph.graph import Graph, Op
-from shardwright.core.layout.layout import DeviceMatrix
+from shardwright.core.graph.graph import Op
 from shardwright.core.partition.decisions import Decisions, Recompute
 from shardwright.core.partition.pipeline_spec import PipelineSpec
 from shardwright.core.search.recompute.blocks import (
-    DEFAULT_COSTS,
     RecomputeBlock,
     RecomputeBlocks,
     RecomputeByOp,
-    RecomputeCosts,
 )
 from shardwright.core.search.recompute.knapsack import cheapest
 
@@ -209,25 +206,19 @@ class RecomputeLevels:
     """The recomputation levels of all stages of a plan, in addition to the user's recomputation.
 
     Args:
-        costs: cost of moved and sent bytes in FLOPs.
+        blocks: blocks of the model, with the sharding of the plan.
         depths: groups of depths of the module tree at which modules may be blocks; None for
             `RecomputeBlocks.depths`.
-        blocks: blocks of another plan of the same graph with equal sharding.
     """
 
     def __init__(
         self,
-        graph: Graph,
-        mesh: DeviceMatrix,
-        decisions: Decisions,
+        blocks: RecomputeBlocks,
         pipeline: PipelineSpec,
-        costs: RecomputeCosts = DEFAULT_COSTS,
         depths: Sequence[Sequence[int]] | None = None,
-        blocks: RecomputeBlocks | None = None,
     ) -> None:
-        self._pipeline = pipeline
-        self.blocks = blocks or RecomputeBlocks(graph, mesh, decisions, costs)
-        self.depths = self.blocks.depths(self._stage_of_op) if depths is None else depths
+        self._pipeline, self.blocks = pipeline, blocks
+        self.depths = blocks.depths(self._stage_of_op) if depths is None else depths
         self._by_depth: dict[int, tuple[StageLevels, ...]] = {}
 
     def at_depth(self, depth: int) -> tuple[StageLevels, ...]:
@@ -293,19 +284,22 @@ class RecomputeLevels:
 
     @cached_property
     def _saved_bytes(self) -> list[int]:
-        """Bytes that a device of each stage saves for the backward pass of a micro-batch, without
-        recomputation."""
-        saved_bytes = [0] * self._pipeline.stages
-        operators = self.blocks.graph.by_name
-        for name, size in self.blocks.saved_without_blocks.items():
-            # Inputs, buffers and constants have no operator and are not freed by recomputation.
-            if name in operators:
-                saved_bytes[self._stage_of_op(operators[name])] += size
-        return saved_bytes
+        return stage_saved_bytes(self.blocks, self._pipeline)
 
     def _stage_of_op(self, op: Op) -> int:
         # Without stages `chunk_of` is empty, and chunk 0 has all operators.
         return self._pipeline.stage_of(self._pipeline.chunk_of.get(op.name, 0))
+
+
+def stage_saved_bytes(blocks: RecomputeBlocks, pipeline: PipelineSpec) -> list[int]:
+    """Return the bytes that a device of each stage saves for the backward pass of a micro-batch,
+    without recomputation."""
+    saved_bytes = [0] * pipeline.stages
+    for name, size in blocks.saved_without_blocks.items():
+        # Inputs, buffers and constants have no operator and are not freed by recomputation.
+        if name in blocks.graph.by_name:
+            saved_bytes[pipeline.stage_of(pipeline.chunk_of.get(name, 0))] += size
+    return saved_bytes
 
 
 def micro_batches_in_flight(pipeline: PipelineSpec) -> tuple[int, ...]:
