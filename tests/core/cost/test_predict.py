@@ -12,7 +12,7 @@ import shardwright as sw
 from shardwright.core.cost.clusters import load_cluster
 from shardwright.core.cost.memory import bytes_text
 from shardwright.core.cost.optimizer_state import orthogonalized_parameters
-from shardwright.core.cost.predict import chunk_times, predict
+from shardwright.core.cost.predict import chunk_times, min_step_seconds, predict
 from shardwright.errors import PlanError
 from tools.compare.test_published_rows import planned
 
@@ -65,6 +65,28 @@ def test_devices_that_hold_the_same_activation_send_its_parts() -> None:
     waits = [line.stages[1][0].start - line.stages[0][0].end for line in (first, second)]
     assert waits[0] == pytest.approx(sent / network.rate)
     assert waits[1] == pytest.approx(sent / 2 / network.rate + sent / 2 / node.rate)
+
+
+def test_stages_that_exchange_messages_in_turn_compute_nothing_meanwhile() -> None:
+    run = planned(data_parallel=1, stages=2, devices=2, sharded="none", global_batch=16)
+    partitioned = run.candidate.partitioned
+    node, network = (replace(level, latency=1e-3) for level in load_cluster("h100").levels)
+    beside = replace(load_cluster("h100"), levels=(replace(node, devices=1), network))
+    in_turn = replace(beside, device=replace(beside.device, exchanges_in_turn=True))
+    sent = partitioned.chunks[0].border_bytes[0]
+    send = network.latency + sent / network.rate
+    first, second = (predict(partitioned, each).timeline for each in (beside, in_turn))
+    assert first is not None and second is not None
+    # The first message takes as long: both passes include it.
+    assert second.stages[1][0].end == pytest.approx(first.stages[1][0].end)
+    busy = [sum(span.end - span.start for span in line.stages[0]) for line in (first, second)]
+    # An activation and a gradient for each micro-batch.
+    assert busy[1] - busy[0] == pytest.approx(2 * run.run.micro_batches * send)
+    assert second.seconds > first.seconds
+    for each in (beside, in_turn):
+        assert min_step_seconds(partitioned, each, chunk_times(partitioned, each)) <= (
+            predict(partitioned, each).seconds
+        )
 
 
 def test_stages_that_share_a_processor_leave_it_to_each_other_where_they_wait(

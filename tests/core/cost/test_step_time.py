@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from sample_models import llama, mlp
 from shardwright.core.capture.capture import capture
 from shardwright.core.cost.cluster import Cluster, Device, LinkLevel
+from shardwright.core.cost.clusters import load_cluster
+from shardwright.core.cost.predict import chunk_times
 from shardwright.core.cost.step_time import StepTime, bucket_seconds, step_time
 from shardwright.core.cost.time_model import (
     MEMBER_OPERATORS,
@@ -259,6 +261,40 @@ def test_lists_of_parts_are_copied_part_by_part() -> None:
         assert after - before == pytest.approx(copies * 1e-3 if before else 0)
         found |= operations
     assert found == set(copies_of)
+
+
+def test_hooks_of_modules_gather_parameters_of_a_recomputed_block_twice() -> None:
+    # Smaller parameters would stay whole.
+    plan = planned(hidden=512, ffn=1024, recompute="full").candidate.partitioned
+    twice = replace(CLUSTER, device=replace(DEVICE, gathers_to_recompute=True))
+    found = set()
+    for (bucket, *_, before), (*_, direction, after) in zip(
+        *(
+            list(bucket_seconds(plan.chunks[0].communication, TimeModel(cluster, plan.mesh)))
+            for cluster in (CLUSTER, twice)
+        ),
+        strict=True,
+    ):
+        again = before > 0 and direction == 1 and bucket.segment is not None
+        found.add((direction, after / before if before else 1))
+        assert after == before or (again and after == 2 * before)
+    assert found == {(0, 1), (1, 1), (1, 2)}
+
+
+@pytest.mark.parametrize("traffic", [1.0, 0.5, 0.0])
+def test_gradients_are_added_to_those_of_earlier_micro_batches(traffic: float) -> None:
+    cluster = load_cluster("h100")
+    cluster = replace(cluster, device=replace(cluster.device, accumulation_traffic=traffic))
+    for sharded, shards in (("none", 1), ("optimizer", 1), ("gradients", 8)):
+        run = planned(hidden=512, ffn=1024, sharded=sharded, global_batch=64)
+        plan = run.candidate.partitioned
+        assert plan.pipeline.micro_batches == 4
+        (time,) = chunk_times(plan, cluster)
+        numel = sum(value.numel for value in plan.graph.parameters)
+        moved = traffic * 3 * (4 * numel / shards) / cluster.device.stream_bandwidth
+        # The first micro-batch adds to nothing; norms too small to shard stay whole.
+        assert time.step.accumulation == pytest.approx(3 / 4 * moved, rel=0.02)
+        assert time.step.backward > time.step.accumulation
 
 
 def test_parameters_that_wait_for_the_backward_pass_are_exposed() -> None:

@@ -58,6 +58,35 @@ def test_activations_that_are_not_saved_count_for_each_micro_batch_in_flight() -
     assert plain - less == 2 * (TOKENS * 128 * 2)
 
 
+def test_sent_outputs_are_freed_where_the_framework_frees_them() -> None:
+    run = planned(data_parallel=4, stages=2, sharded="none")
+    partitioned, memory = run.candidate.partitioned, run.candidate.memory()
+    frees = replace(PLAIN, frees_outputs=True)
+    for stage, freed in ((0, 1), (1, 0)):
+        one = replace(memory, stages=memory.stages[stage : stage + 1])
+        plain, less = (
+            framework_peak_bytes(one, partitioned, each, True) for each in (PLAIN, frees)
+        )
+        # Of the two micro-batches in flight on the first stage one has been sent.
+        assert plain - less == freed * TOKENS * 64 * 2
+
+
+def test_state_has_the_bytes_of_the_framework() -> None:
+    (stage,) = planned(sharded="optimizer").candidate.memory().stages
+    small = replace(PLAIN, master_bytes=0, moment_bytes=2)
+    assert peak(small, sharded="optimizer") == (
+        stage.peak - stage.parameters - stage.optimizer // 2
+    )
+    source = "NVIDIA/dgxc-benchmarking (nemotron/README_340b.md, NeMo 24.11)"
+    assert software_of_run(PublishedRun(**row(source=source))).moment_bytes == 2
+    jean_zay = [
+        software_of_run(PublishedRun(**row(source="bigscience", dtype=dtype, sharded="none")))
+        for dtype in ("bf16", "fp16")
+    ]
+    assert [each.gradient_bytes for each in jean_zay] == [6, 2]
+    assert all(each.frees_outputs for each in jean_zay)
+
+
 def test_gradients_and_logits_have_the_bytes_of_the_framework() -> None:
     run = planned(sharded="optimizer", vocab=32000)
     memory = run.candidate.memory()

@@ -31,7 +31,11 @@ def cluster(**changes: Any) -> Cluster:
         ({"source": "arXiv:2205.05198 table 5", "hardware": "a100"}, "a100_megatron"),
         ({"source": "arXiv:2104.04473 table 2 ZeRO-3 175B", "hardware": "a100"}, "a100_zero3"),
         ({"framework": "Megatron-LM 0.8"}, "h100_nemo"),
-        ({"source": "bigscience-workshop/bigscience", "hardware": "a100"}, "a100_omni_path"),
+        ({"source": "a page of BigScience", "hardware": "a100"}, "a100_omni_path_bf16"),
+        (
+            {"source": "a page of BigScience", "hardware": "a100", "dtype": "fp16"},
+            "a100_omni_path",
+        ),
         # Nobody knows the framework.
         ({"framework": "Minitron"}, "h100"),
     ],

@@ -106,8 +106,16 @@ class Device:
             dtype of computation; 2 for bfloat16 gradients that are reduced in float32.
         divides_sends: whether devices of a stage that hold the same activation each send a part of
             it to the next stage, which gathers the parts over its fastest links.
+        exchanges_in_turn: whether a stage computes nothing while it sends to another one or
+            receives from it, and sends only after it has received.
         part_overhead: seconds to copy the part of each device in a gather or reduction of
             parameters; 0 if a collective reads and writes one tensor instead of a list.
+        gathers_to_recompute: whether sharded parameters of a recomputed segment are gathered twice
+            in the backward pass, to recompute the segment and to compute its gradients.
+        accumulation_traffic: bytes that adding the gradients of a micro-batch to those of earlier
+            ones reads and writes, relative to three passes over gradients in the dtype of the
+            stored parameters: two reads and a write. 0 if matrix products add their results to the
+            gradients.
         overlap_slowdown: seconds by which one second of overlapped communication slows down
             computation; 0 for free overlap, 1 for no gain from overlap.
         overhead: minimum seconds of each operator, such as the time of a kernel launch.
@@ -137,7 +145,10 @@ class Device:
     routing_traffic: float = 1.0
     reduction_traffic: float = 1.0
     divides_sends: bool = False
+    exchanges_in_turn: bool = False
     part_overhead: float = 0.0
+    gathers_to_recompute: bool = False
+    accumulation_traffic: float = 1.0
     overlap_slowdown: float = 0.0
     overhead: float = 0.0
     pass_overhead: float = 0.0

@@ -225,7 +225,8 @@ def _read_device(reader: _ClusterMappingReader) -> Device:
         *("matrix_half", "overlap_slowdown", "overhead"),
         *("norm_traffic", "pointwise_traffic", "overlaps_parameters", "overlaps_products"),
         *("sends_routed_tokens", "sends_tokens_once", "dispatch_efficiency", "routing_traffic"),
-        *("reduction_traffic", "divides_sends", "part_overhead"),
+        *("reduction_traffic", "divides_sends", "exchanges_in_turn", "part_overhead"),
+        *("gathers_to_recompute", "accumulation_traffic"),
         *("pass_overhead", "step_overhead", "at_full_rate"),
     )
     rates = _ClusterMappingReader(reader.required("rates"), reader.where, f"{reader.prefix}rates.")
@@ -265,7 +266,11 @@ def _read_device(reader: _ClusterMappingReader) -> Device:
         # Not a share: reductions in float32 send twice the bytes of bfloat16 gradients.
         reduction_traffic=reader.number("reduction_traffic", SHARE, 1.0),
         divides_sends=reader.boolean("divides_sends", False),
+        exchanges_in_turn=reader.boolean("exchanges_in_turn", False),
         part_overhead=reader.number("part_overhead", SECONDS, 0.0, allows_zero=True),
+        gathers_to_recompute=reader.boolean("gathers_to_recompute", False),
+        # Not a share: gradients that are cast before they are added take more passes.
+        accumulation_traffic=reader.number("accumulation_traffic", SHARE, 1.0, allows_zero=True),
         overlap_slowdown=reader.share("overlap_slowdown", 0.0),
         overhead=reader.number("overhead", SECONDS, 0.0, allows_zero=True),
         pass_overhead=reader.number("pass_overhead", SECONDS, 0.0, allows_zero=True),

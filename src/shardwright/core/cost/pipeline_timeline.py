@@ -183,8 +183,8 @@ class ChunkSeconds:
         backward: seconds of the full backward pass.
         of_weight: seconds of `backward` that compute gradients of parameters, for schedules
             that split the backward pass; by default half of `backward`.
-        send: seconds to send the outputs to the next chunk, or their gradients back; not counted
-            between chunks of the same stage.
+        send: seconds to send the outputs to the next chunk, or their gradients back; negative if
+            the passes of both chunks include them; not counted between chunks of the same stage.
     """
 
     forward: float
@@ -311,7 +311,9 @@ def min_timeline_seconds(pipeline: PipelineSpec, chunks: Sequence[ChunkSeconds])
         if stage not in seen:
             seen.add(stage)
             longest = max(longest, before + pipeline.micro_batches * busy[stage])
-        before += chunk.forward + chunk.backward * waits_for_backward
+        # Two passes that exchange a message in turn share its seconds, which are negative.
+        shared = min(chunk.send, 0.0)
+        before += chunk.forward + shared + (chunk.backward + shared) * waits_for_backward
     return longest
 
 

@@ -157,7 +157,7 @@ def _chunk_seconds(
     times: Sequence[ChunkTime], pipeline: PipelineSpec, model: TimeModel
 ) -> Iterator[ChunkSeconds]:
     """Yield the seconds of each pipeline chunk for one micro-batch, with the send to the next."""
-    devices = model.mesh.num_devices
+    devices, received = model.mesh.num_devices, 0.0
     for number, time in enumerate(times):
         send = 0.0
         # A rank sends to the rank with the same position in the device matrix of another stage, so
@@ -171,6 +171,11 @@ def _chunk_seconds(
         if pipeline.stages > 1:
             overhead = model.device.pass_overhead
             forward, backward = forward + overhead, backward + overhead
+        if model.device.exchanges_in_turn:
+            # A pass lasts from the start of its message to the end of the next one, and begins
+            # when the pass that sends the message has computed.
+            forward, backward = forward + received + send, backward + received + send
+            received, send = send, -send
         yield ChunkSeconds(forward, backward, send=send)
 
 

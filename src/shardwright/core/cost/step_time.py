@@ -55,6 +55,7 @@ class StepTime:
         slowdown: seconds by which one second of overlapped communication slows down computation; 1
             for no gain from overlap.
         overlaps_parameters: whether communicating parameters and gradients overlaps computation.
+        accumulation: seconds of `backward` that add gradients to those of earlier micro-batches.
     """
 
     forward: float
@@ -72,6 +73,7 @@ class StepTime:
     backward_hidden: float = 0.0
     slowdown: float = 0.0
     overlaps_parameters: bool = True
+    accumulation: float = 0.0
 
     @property
     def forward_seconds(self) -> float:
@@ -195,9 +197,12 @@ def step_time(
         buckets[once_per_step, direction] += seconds
     trained = [value for value in graph.parameters if value.requires_grad]
     stored = sum(_stored_shard_bytes(communication, value) for value in trained)
+    # The first micro-batch adds its gradients to nothing.
+    added = (1 - 1 / micro_batches) * (stored + _unsharded_gradient_bytes(communication))
+    accumulation = model.accumulation_seconds(added)
     return StepTime(
         forward=forward,
-        backward=backward,
+        backward=backward + accumulation,
         forward_redistributions=forward_part,
         backward_redistributions=backward_part,
         gathers=buckets[True, 0],
@@ -212,6 +217,7 @@ def step_time(
         backward_hidden=hidden[1],
         slowdown=model.slowdown,
         overlaps_parameters=model.device.overlaps_parameters,
+        accumulation=accumulation,
     )
 
 
@@ -347,7 +353,8 @@ def bucket_seconds(
         yield bucket, "parameters", bucket.level != "level3", 0, gather
         yield bucket, "gradients", bucket.reduces_once, 1, reduce
         if bucket.regathers:
-            yield bucket, "parameters", False, 1, gather
+            gathers = 2 if model.device.gathers_to_recompute and bucket.segment else 1
+            yield bucket, "parameters", False, 1, gathers * gather
 
 
 def _sum_seconds(pairs: Iterable[ForwardBackward]) -> ForwardBackward:
@@ -378,6 +385,18 @@ def _collective_seconds_of_bucket(bucket: Bucket, model: TimeModel) -> ForwardBa
                 reduce += step.group_size * model.device.part_overhead
     # No copies for a bucket that is not gathered, or not reduced.
     return gather and gather + copy_seconds, reduce and reduce + copy_seconds
+
+
+def _unsharded_gradient_bytes(communication: Communication) -> int:
+    """Return the bytes of gradients beyond the stored shards of parameters, if micro-batches
+    accumulate them unsharded."""
+    num_bytes = 0
+    for bucket in communication.buckets:
+        if bucket.reduces_once and bucket.trained:
+            shards = prod(s.group_size for s in bucket.steps if s.operation == "all_gather")
+            values = (member.value for member in bucket.members)
+            num_bytes += (shards - 1) * sum(_stored_shard_bytes(communication, v) for v in values)
+    return num_bytes
 
 
 def _stored_shard_bytes(communication: Communication, value: Value) -> int:

@@ -20,6 +20,9 @@ UPDATE_PASSES = 7
 """Number of times that AdamW reads or writes memory of the size of a stored parameter: it reads the
 parameter, the gradient and two moments, and writes the parameter and the moments."""
 
+ACCUMULATION_PASSES = 3
+"""Number of times that adding a gradient to another in place reads or writes memory of its size."""
+
 PARAMETER_OPERATORS, MEMBER_OPERATORS, RECOMPUTE_OPERATORS = 4.5, 2.5, 1.7
 """Host overhead on CPUs, in units of one operator's overhead.
 
@@ -231,6 +234,12 @@ class TimeModel:
             return 0.0, self.bucketed_seconds(varying, reduced_bytes)
         gather = self.bucketed_seconds((*varying, *replicated), num_bytes, "all_gather")
         return gather, self.bucketed_seconds(varying, reduced_bytes, "reduce_scatter")
+
+    def accumulation_seconds(self, num_bytes: float) -> float:
+        """Return the seconds of adding `num_bytes` of gradients to those of earlier
+        micro-batches."""
+        passes = ACCUMULATION_PASSES * self.device.accumulation_traffic
+        return passes * num_bytes / self.device.stream_bandwidth
 
     def update_seconds(self, num_bytes: float, count: int = 0) -> float:
         """Return the seconds of the optimizer step over `count` stored parameters of `num_bytes` in

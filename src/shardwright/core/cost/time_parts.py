@@ -109,6 +109,7 @@ def _time_parts_of_chunk(
         yield work_of(op).category, (), times * (forward + backward), 0.0
         if op.name in repeated_ops:
             yield "recomputation", (), times * model.recompute_seconds(op, cuts), 0.0
+    yield "other operators", (), times * time.accumulation, 0.0
     yield "optimizer", (), time.update, 0.0
     saved_fraction = 1 - time.slowdown
     chunk_cuts = chunk.decisions.cuts

@@ -55,12 +55,19 @@ def framework_peak_bytes(
     for stage in memory.stages:
         chunks = partitioned.chunks_of(stage.stage)
         stage_peak = stage.peak - _compute_excess_loss_bytes(stage, chunks, software)
-        # The dry run has gradients in float32, of 4 bytes.
+        # The dry run has gradients and stored state in float32, of 4 bytes.
         stage_peak -= int(stage.gradients * (1 - software.gradient_bytes / 4))
+        stage_peak -= int(stage.parameters * (1 - software.master_bytes / 4))
+        stage_peak -= int(stage.optimizer * (1 - software.moment_bytes / 4))
+        # A pass in flight is of one chunk.
+        passes = max_passes_in_flight(orders[stage.stage])
         if not recomputes:
-            # A pass in flight is of one chunk.
             unsaved = sum(unsaved_bytes(chunk, software) for chunk in chunks) / len(chunks)
-            stage_peak -= int(unsaved * max_passes_in_flight(orders[stage.stage]))
+            stage_peak -= int(unsaved * passes)
+        if software.frees_outputs:
+            sent = sum(chunk.border_bytes[0] for chunk in chunks if chunk.leaving) / len(chunks)
+            # The outputs of the current pass have yet to be sent.
+            stage_peak -= int(sent * (passes - 1))
         peaks.append(stage_peak)
     return max(peaks)
 

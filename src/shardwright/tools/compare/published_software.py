@@ -23,12 +23,17 @@ class Software:
         parameter_dtype: dtype in which parameters and optimizer state are stored, `float32` or
             `bfloat16`.
         gradient_bytes: bytes per element of gradients of float32 parameters.
+        master_bytes: bytes per element of parameters that the optimizer keeps beside those in the
+            dtype of computation.
+        moment_bytes: bytes per element of each of Adam's two moments.
         logit_bytes: bytes per local logit that are alive in the backward pass of the loss; None if
             equal to Shardwright's.
         fuses_activations: whether a kernel computes an activation function and the product with its
             result, and saves the inputs of both.
         gathers_again: whether only the shard of an all-gathered input of a linear layer is saved,
             and gathered again in the backward pass.
+        frees_outputs: whether a pipeline stage frees the outputs that it has sent, which its
+            backward pass does not read.
         defers_gradients: whether FSDP keeps gathered parameters and full gradients of mixtures of
             experts over the micro-batches of a step, as ZeRO-1 does.
         gathers_blocks: whether a block is the unit in which sharded parameters are gathered, as in
@@ -37,21 +42,39 @@ class Software:
 
     parameter_dtype: str = "float32"
     gradient_bytes: int = 4
+    master_bytes: int = 4
+    moment_bytes: int = 4
     logit_bytes: int | None = None
     fuses_activations: bool = False
     gathers_again: bool = False
+    frees_outputs: bool = False
     defers_gradients: bool = False
     gathers_blocks: bool = True
 
 
 MEGATRON_CORE = Software(
-    gradient_bytes=2, logit_bytes=6, fuses_activations=True, gathers_again=True
+    gradient_bytes=2,
+    logit_bytes=6,
+    fuses_activations=True,
+    gathers_again=True,
+    frees_outputs=True,
 )
 """Memory settings of NeMo and Megatron-Bridge in their performance recipes.
 
 Gradients are in bfloat16 (`grad_reduce_in_fp32=False`, `grad_sync_dtype: bf16`). The vocabulary-
 parallel cross entropy overwrites one float32 copy of the logits with the softmax
-(megatron/core/tensor_parallel/cross_entropy.py); their gradient is in bfloat16."""
+(megatron/core/tensor_parallel/cross_entropy.py); their gradient is in bfloat16. Sent outputs are
+freed (`deallocate_output_tensor`, megatron/core/pipeline_parallel/schedules.py)."""
+
+NEMOTRON_340B = replace(MEGATRON_CORE, master_bytes=0, moment_bytes=2)
+"""Memory settings of NeMo 1 for Nemotron-4 340B: Apex keeps Adam's state in bfloat16
+(`optim.dtype: bf16` in nemotron/nemotron4-340b-synth.yaml of NVIDIA/dgxc-benchmarking)."""
+
+MEGATRON_DEEPSPEED = Software(gradient_bytes=6, frees_outputs=True)
+"""Memory settings of Megatron-DeepSpeed with pipeline stages.
+
+Gradients in bfloat16 are kept beside their sums in float32 (deepspeed/runtime/bf16_optimizer.py).
+Data of sent outputs is freed (deepspeed/runtime/pipe/engine.py, `_exec_forward_pass`)."""
 
 AUTOMODEL = Software(
     parameter_dtype="bfloat16", logit_bytes=6, fuses_activations=True, defers_gradients=True
@@ -76,8 +99,11 @@ runs with 15 billion parameters on a device of 80 GB, which would not fit with f
 SOFTWARE: Mapping[str, Software] = {
     "automodel": AUTOMODEL,
     "megatron-bridge": MEGATRON_CORE,
+    "nemotron/readme_340b": NEMOTRON_340B,
     "dgxc-benchmarking": MEGATRON_CORE,
     "nemo": MEGATRON_CORE,
+    "bigscience": MEGATRON_DEEPSPEED,
+    "megatron-deepspeed": MEGATRON_DEEPSPEED,
     "llm-foundry": LLM_FOUNDRY,
     "aleph-alpha": ALEPH_ALPHA,
     "2311.05610": ALEPH_ALPHA,
@@ -118,7 +144,8 @@ MODEL_HARDWARE = "h100"
 FRAMEWORK_FIGURES = (
     *("pointwise_traffic", "overlaps_parameters", "overlaps_products", "overlap_slowdown"),
     *("sends_routed_tokens", "sends_tokens_once", "dispatch_efficiency", "routing_traffic"),
-    *("reduction_traffic", "divides_sends", "part_overhead"),
+    *("reduction_traffic", "divides_sends", "exchanges_in_turn", "part_overhead"),
+    *("gathers_to_recompute", "accumulation_traffic"),
 )
 """Device parameters of the framework, independent of the hardware: traffic of fused kernels, and
 overlap with communication."""
@@ -183,22 +210,23 @@ def cluster_of_run(run: PublishedRun) -> Cluster:
 def software_of_run(run: PublishedRun) -> Software:
     """Return the memory settings of the framework that trained a published run."""
     # The framework that the row names wins over words in its source.
-    for label in filter(None, (run.framework, run.source)):
-        for word, software in SOFTWARE.items():
-            if word in label.lower():
-                return software
+    labels = [label.lower() for label in (run.framework, run.source) if label]
+    named = (each for label in labels for word, each in SOFTWARE.items() if word in label)
+    gathers_blocks = not any(word in run.source.lower() for word in ("zero-3", "deepspeed"))
+    software = next(named, Software(gathers_blocks=gathers_blocks))
     # Models in float16 have gradients in float16, with a scaled loss. Sharded parameters and their
     # gradients are in float32.
     is_half = run.dtype == "fp16" and run.sharded != "parameters"
-    gathers_blocks = not any(word in run.source.lower() for word in ("zero-3", "deepspeed"))
-    return Software(gradient_bytes=2 if is_half else 4, gathers_blocks=gathers_blocks)
+    return replace(software, gradient_bytes=2) if is_half else software
 
 
 def _load_cluster_with_framework(run: PublishedRun) -> Cluster:
     variants = built_in_clusters()
     for word, suffix in MACHINES.items():
-        if word in run.source.lower() and f"{run.hardware}_{suffix}" in variants:
-            return load_cluster(f"{run.hardware}_{suffix}")
+        # Some frameworks have another optimizer for each dtype.
+        for name in (f"{run.hardware}_{suffix}_{run.dtype}", f"{run.hardware}_{suffix}"):
+            if word in run.source.lower() and name in variants:
+                return load_cluster(name)
     for label in filter(None, (run.framework, run.source)):
         for suffix in (suffix for word, suffix in FRAMEWORKS.items() if word in label.lower()):
             if f"{run.hardware}_{suffix}" in variants:
