@@ -277,17 +277,11 @@ class GroupSearch(SearchQueue):
             stage_options.relaxed_options = None
         try:
             relaxed_candidates = self.find_candidates(relaxed)
-            # Other values of `mem_coeff` may give other overheads on activations.
-            seconds = max(
-                ratio
-                * min(
-                    self._bound_seconds_with_recompute(
-                        each, stage_options, None, counts_overhead, simulates_pipeline
-                    )
-                    for each in relaxed_candidates
+            seconds, counts_overhead = self._bound_relaxed(relaxed_candidates, stage_options)
+            if simulates_pipeline:
+                seconds, _ = self._bound_relaxed(
+                    relaxed_candidates, stage_options, [counts_overhead], simulates_pipeline
                 )
-                for ratio, counts_overhead in ((1.0, False), (SIMILAR_BOUND, True))
-            )
         except (PlanError, StrategyError) as error:
             self.errors.append((relaxed, error))
             # Infinite, so that later phases do not add these options again.
@@ -296,6 +290,33 @@ class GroupSearch(SearchQueue):
         stage_options.min_seconds = max(stage_options.min_seconds, seconds)
         log.info("%s: at least %.4g s per step", relaxed.describe_pipeline(), seconds)
         return True
+
+    def _bound_relaxed(
+        self,
+        relaxed_candidates: Sequence[Candidate],
+        stage_options: StageOptions,
+        choices: Sequence[bool] = (False, True),
+        simulates_pipeline: bool = False,
+    ) -> tuple[float, bool]:
+        """Return the largest lower bound in seconds that follows from plans without a memory limit,
+        and whether it counts the overhead of their sharding.
+
+        Args:
+            choices: whether to count the overhead.
+            simulates_pipeline: whether to simulate the passes of all stages.
+        """
+        bounds = []
+        for counts_overhead in choices:
+            # Other values of `mem_coeff` may give other overheads on activations.
+            ratio = SIMILAR_BOUND if counts_overhead else 1.0
+            seconds = min(
+                self._bound_seconds_with_recompute(
+                    each, stage_options, None, counts_overhead, simulates_pipeline
+                )
+                for each in relaxed_candidates
+            )
+            bounds.append((ratio * seconds, counts_overhead))
+        return max(bounds)
 
     @contextmanager
     def _record_planning_errors(self, attempt: Attempt) -> Iterator[None]:
