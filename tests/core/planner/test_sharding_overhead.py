@@ -88,11 +88,12 @@ def test_options_with_as_many_parts_share_one_search_on_the_fewest_devices() -> 
     assert [options.stages for options in search.searched] == [4]
 
 
-def test_only_parts_of_samples_have_an_overhead() -> None:
+def test_parts_of_samples_have_more_overhead_than_whole_samples() -> None:
     overheads = make_overheads([*WHOLE_SAMPLES, *PARTS_OF_SAMPLES], CountedSearch())
     whole, part = overheads.of(WHOLE_SAMPLES[0]), overheads.of(PARTS_OF_SAMPLES[0])
-    assert whole.seconds < 1.05 and whole.saved_bytes < 1.02
-    assert part.seconds > 1.05 and part.saved_bytes > 1.2
+    # Both add the gradients of micro-batches, but only parts of samples communicate.
+    assert whole.seconds + 0.03 < part.seconds
+    assert whole.saved_bytes < 1.02 and part.saved_bytes > 1.2
 
 
 def test_a_search_that_fails_is_replaced_by_that_of_more_devices() -> None:
