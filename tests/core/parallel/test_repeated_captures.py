@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -121,6 +123,116 @@ def test_a_number_that_cannot_be_an_input_is_named_once(caplog: pytest.LogCaptur
         torch.testing.assert_close(net(x, count), eager(x, count))
     (message,) = warnings(caplog)
     assert "captured 8 times, once for each value of `count`, " in message
+    assert "use few values" in message
+
+
+class Mixed(nn.Module):
+    """Reads numbers that can be inputs next to counts of loops, branches and a remainder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.count, self.options = nn.Linear(8, 8), 1, {"count": 1, "scale": 1.0}
+
+    def forward(self, x: Tensor, alpha: float, numbers: dict[str, int], seed: int = 1) -> Tensor:
+        for _ in range(self.count + numbers["count"] + int(self.options["count"])):
+            x = self.linear(x).tanh()
+        x = x * 2 if alpha < 0.5 else x
+        return x.mean() * alpha * self.options["scale"] * (seed % 7)
+
+
+def set_count(net: Mixed, step: int) -> tuple[Any, ...]:
+    net.count = 2 + step % 3
+    return step / 7, {"count": 1}
+
+
+def set_count_in_argument(net: Mixed, step: int) -> tuple[Any, ...]:
+    return step / 7, {"count": 2 + step % 3}
+
+
+def set_count_in_attribute(net: Mixed, step: int) -> tuple[Any, ...]:
+    net.options |= {"count": 2 + step % 3, "scale": step / 5}
+    return 1.0, {"count": 1}
+
+
+def set_branch(net: Mixed, step: int) -> tuple[Any, ...]:
+    return step / STEPS, {"count": 1}
+
+
+def set_large_integer(net: Mixed, step: int) -> tuple[Any, ...]:
+    return 1.0, {"count": 1}, 2 + step if step < STEPS else 2**70 + step
+
+
+@pytest.mark.parametrize(
+    "change",
+    [set_count, set_count_in_argument, set_count_in_attribute, set_branch, set_large_integer],
+)
+def test_other_numbers_and_guards_leave_a_number_an_input(
+    change: Callable[[Mixed, int], tuple[Any, ...]], caplog: pytest.LogCaptureFixture
+) -> None:
+    net, eager, x = Mixed(), Mixed(), torch.randn(4, 8)
+    eager.load_state_dict(net.state_dict())
+    net = planned(net, 0.5, {"count": 1})
+    with caplog.at_level(logging.INFO, logger="shardwright"):
+        for step in range(2 * STEPS):
+            args = change(net, step)
+            assert args == change(eager, step)
+            torch.testing.assert_close(net(x, *args), eager(x, *args))
+    assert captures(caplog) <= 10
+
+
+@dataclass(frozen=True)
+class Options:
+    scale: float = 1.0
+
+
+class Configured(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scales = nn.Linear(8, 8), [1.0, 2.0]
+        self.options, self.frozen = {"mode": "a", "scale": 1.0}, Options()
+        self.space = SimpleNamespace(scale=1.0, inner=SimpleNamespace(scale=1.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.scales[1] * self.options["scale"] * self.frozen.scale
+        x = self.linear(x) if self.options["mode"] == "a" else x + self.linear.in_features
+        return x.mean() * scale * self.space.scale * self.space.inner.scale
+
+
+def set_item_of_list(net: Configured, step: int) -> None:
+    net.scales[1] = step / 7
+
+
+def set_item_of_dict(net: Configured, step: int) -> None:
+    net.options |= {"scale": step / 7, "mode": "ab"[step // 5 % 2]}
+
+
+def replace_dict(net: Configured, step: int) -> None:
+    net.options = {"scale": step / 7, "mode": "a"}
+
+
+def replace_dataclass(net: Configured, step: int) -> None:
+    net.frozen = replace(net.frozen, scale=step / 7)
+
+
+def set_fields(net: Configured, step: int) -> None:
+    net.space.scale, net.space.inner.scale = step / 7, step / 5
+
+
+@pytest.mark.parametrize(
+    "change", [set_item_of_list, set_item_of_dict, replace_dict, replace_dataclass, set_fields]
+)
+def test_a_number_in_a_container_or_object_becomes_an_input(
+    change: Callable[[Configured, int], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    net, eager, x = Configured(), Configured(), torch.randn(4, 8)
+    eager.load_state_dict(net.state_dict())
+    net = sw.parallelize(net, sw.plan(net, (x,), devices=1))
+    with caplog.at_level(logging.INFO, logger="shardwright"):
+        for step in range(STEPS):
+            change(net, step)
+            change(eager, step)
+            torch.testing.assert_close(net(x), eager(x))
+    assert captures(caplog) <= 6 and not warnings(caplog)
 
 
 class Namesake(nn.Module):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import pickle
 import random
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -40,11 +40,22 @@ BUFFERS = "buffers of "
 PLAIN_TYPES = (int, float, complex, str, bytes, type(None))
 """Types whose values are their own fingerprints."""
 
+NUMBERS = (int, float)
+"""Types of Python numbers; booleans are modes rather than numbers."""
+
 _GENERATORS = (random.Random, np.random.RandomState, np.random.Generator)
 
 
-def content(value: Any) -> Hashable:
-    """Return a fingerprint of an attribute's value, equal as long as the value is unchanged."""
+def content(value: Any, name: str = "", omitted: Collection[str] = ()) -> Hashable:
+    """Return a fingerprint of an attribute's value, equal as long as the value is unchanged.
+
+    Args:
+        value: the value.
+        name: name of the value, from which those of its parts begin (`named_items`).
+        omitted: names of numbers of which only the type counts.
+    """
+    if name in omitted and type(value) in NUMBERS:
+        return type(value).__name__
     if isinstance(value, PLAIN_TYPES):
         # With the type, because 1 == 1.0 == True.
         return type(value).__name__, value
@@ -57,20 +68,60 @@ def content(value: Any) -> Hashable:
     if isinstance(value, _GENERATORS):
         return type(value).__name__, id(value), pickle.dumps(value)
     if isinstance(value, (list, tuple)):
-        return type(value).__name__, *map(content, value)
+        return type(value).__name__, *_contents_of_items(value, name, omitted)
     if isinstance(value, dict):
-        return "dict", *((content(key), content(item)) for key, item in value.items())
+        return "dict", *zip(
+            map(content, value), _contents_of_items(value, name, omitted), strict=True
+        )
     if isinstance(value, (set, frozenset)):
         return "set", frozenset(map(content, value))
     # Modules and classes count by identity; `ReachableState` compares their attributes.
     if hasattr(value, "__dict__") and not isinstance(value, (nn.Module, type)):
-        inner = vars(value).items()
-        return (
-            "object",
-            id(value),
-            *((name, _compute_shallow_fingerprint(item)) for name, item in inner),
-        )
+        items = named_items(value, name)
+        contents = (_compute_shallow_fingerprint(*item, omitted) for item in items)
+        # Guards compare objects with omitted numbers, which may be replaced for each value.
+        identity = type(value) if omitted else id(value)
+        return "object", identity, *zip(vars(value), contents, strict=True)
     return type(value).__name__, id(value)
+
+
+def _contents_of_items(value: Any, name: str, omitted: Collection[str]) -> Iterator[Hashable]:
+    if omitted:
+        return (content(*item, omitted) for item in named_items(value, name))
+    # Without names, which would take most of the time.
+    return map(content, value.values() if isinstance(value, dict) else value)
+
+
+def named_items(value: Any, name: str) -> Iterator[tuple[Any, str]]:
+    """Yield the items of a container, or the attributes of another object, with their names.
+
+    Args:
+        value: the container or object.
+        name: name of `value`: the item of key `scale` is named `self.options['scale']`.
+    """
+    if isinstance(value, (list, tuple)):
+        yield from ((item, f"{name}[{index}]") for index, item in enumerate(value))
+    elif isinstance(value, dict):
+        yield from ((item, f"{name}[{key!r}]") for key, item in value.items())
+    else:
+        yield from ((item, f"{name}.{attribute}") for attribute, item in vars(value).items())
+
+
+def numbers_of(value: Any, name: str) -> Iterator[tuple[str, float]]:
+    """Yield the Python numbers whose values are in `content(value)`, with their names.
+
+    Numbers in tuples are left out, as TorchDynamo compares each tuple as a whole.
+    """
+    if type(value) in NUMBERS:
+        yield name, value
+    elif isinstance(value, (list, dict)):
+        for item in named_items(value, name):
+            yield from numbers_of(*item)
+    elif hasattr(value, "__dict__") and not isinstance(value, (tuple, Tensor, nn.Module, type)):
+        for item in named_items(value, name):
+            # As in `_compute_shallow_fingerprint`.
+            if isinstance(item[0], (*NUMBERS, list)):
+                yield from numbers_of(*item)
 
 
 def variables_at(modules: Mapping[str, nn.Module], path: str) -> dict[str, Any]:
@@ -170,10 +221,14 @@ def has_attributes(module: nn.Module, captured: tuple[tuple[str, str, str], ...]
     return attribute_texts(module, read, written) == captured
 
 
-def _compute_shallow_fingerprint(value: Any) -> Hashable:
+def _compute_shallow_fingerprint(
+    value: Any, name: str = "", omitted: Collection[str] = ()
+) -> Hashable:
     if isinstance(value, (list, tuple)):
-        return type(value).__name__, *map(_compute_shallow_fingerprint, value)
+        items = named_items(value, name)
+        fingerprints = (_compute_shallow_fingerprint(*item, omitted) for item in items)
+        return type(value).__name__, *fingerprints
     # Other objects by identity: they may refer to each other in circles, and `ReachableState`
     # compares their contents.
     plain = isinstance(value, (*PLAIN_TYPES, Tensor, np.ndarray))
-    return content(value) if plain else ("object", id(value))
+    return content(value, name, omitted) if plain else ("object", id(value))

@@ -11,16 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwright.core.capture.attributes import NUMBERS
 from shardwright.core.graph.graph import Graph, Value
 from shardwright.core.torch_internals import pytree
 from shardwright.errors import PlanError
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments of a call."""
-
-
-NUMBERS = (int, float)
-"""Types of Python numbers; booleans are modes rather than numbers."""
 
 
 def argument_key(leaf: Any) -> Any:

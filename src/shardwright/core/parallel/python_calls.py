@@ -26,6 +26,7 @@ from shardwright.core.graph.graph import Graph
 from shardwright.core.graph.python_call import ConstantsProgram, PythonCall
 from shardwright.core.parallel.bound_program import BoundProgram, BoundStep
 from shardwright.core.parallel.call import Call
+from shardwright.core.parallel.number_names import names_of_sources
 from shardwright.core.parallel.unavailable import error_of_use
 from shardwright.core.torch_internals.modules import alias_module, own_buffers, own_parameters
 from shardwright.errors import CaptureError, PlanError, ShardwrightError
@@ -62,24 +63,31 @@ class PythonCalls:
         self._template = template
         self._device = device
         self._changing_numbers: frozenset[str] = frozenset()
-        # Those that were constants in the latest capture, as operators need their values.
-        self._constant_numbers: frozenset[str] = frozenset()
-        # Whether the guard that failed in the latest call compares no number, or one that was an
-        # input already.
-        self._has_other_changes = False
+        # Values of those that were constants in captures, as the trace needs their values.
+        self._constant_numbers: dict[str, float] = {}
+        # Those that were constants in captures for several values.
+        self._never_inputs: frozenset[str] = frozenset()
 
     def of_copy(self, module: nn.Module, template: nn.Module) -> PythonCalls:
         """Return an executor of captured Python code for `module`, a copy of the planned module."""
         alias = alias_module(module, type(self._module))
         result = PythonCalls(alias, module, template, self._device)
         result._changing_numbers = self._changing_numbers
+        result._constant_numbers = dict(self._constant_numbers)
+        result._never_inputs = self._never_inputs
         return result
 
-    @property
-    def has_constant_numbers(self) -> bool:
-        """Whether numbers that change were constants in the latest capture, or guards on them have
-        failed that cannot become inputs, such as the count of a loop."""
-        return bool(self._constant_numbers) or self._has_other_changes
+    def names_of_constant_numbers(self, python: PythonCall, call: Call) -> frozenset[str]:
+        """Return the names of numbers that change but cannot be inputs of programs, such as sizes
+        and counts of loops.
+
+        Args:
+            python: the latest capture.
+            call: arguments of the captured call.
+        """
+        guards = python.guards
+        scope = guards.names(guards.scope(self._module, *call))
+        return names_of_sources(self._never_inputs, scope, self._module)
 
     def guards_hold(self, python: PythonCall | None, call: Call) -> bool:
         """Whether the guards of `python` hold for `call`; True without captured Python."""
@@ -118,10 +126,8 @@ class PythonCalls:
             # The last program is compared below: what changed before it was captured is recorded
             # already.
             failed = python
-        if not is_captured:
-            self._has_other_changes = False
-            if failed is not None:
-                self._record_changed_numbers(failed, number, call)
+        if failed is not None and not is_captured:
+            self._record_changed_numbers(failed, number, call)
         return key
 
     def _record_changed_numbers(
@@ -142,10 +148,7 @@ class PythonCalls:
                 f" between calls: {guard}\nkeep it in a tensor (`register_buffer`), or pass a"
                 " tensor as an argument"
             )
-        changed = last_program.guards.changed_numbers(self._module, *call)
-        # Dynamo accepts a number as an input, and guards it nevertheless if it counts a loop.
-        self._has_other_changes = changed <= self._changing_numbers
-        self._changing_numbers |= changed
+        self._changing_numbers |= last_program.guards.changed_numbers(self._module, *call)
         log.info("another program is needed, as this no longer holds: %s", guard)
 
     def capture(self, call: Call, compute_dtype: torch.dtype | None, autocast: Autocast) -> Graph:
@@ -168,7 +171,10 @@ class PythonCalls:
             _fill_in_tensors_of_other_stages(module, self._template),
         ):
             try:
-                return self._capture_with_numbers(captured, compute_dtype)
+                graph = self._capture_with_numbers(captured, compute_dtype)
+                assert graph.python is not None
+                self._record_constant_numbers(graph.python)
+                return graph
             except CaptureError:
                 raise
             # Dynamo, and the user's code that it runs, may raise any error.
@@ -183,11 +189,10 @@ class PythonCalls:
         A number that is a size or decides a branch cannot be an input. It stays a constant, and its
         next value needs another program; all other numbers can be inputs nevertheless.
         """
-        numbers = self._changing_numbers
-        for inputs in dict.fromkeys((numbers, numbers - self._constant_numbers)):
+        numbers = self._changing_numbers - self._never_inputs
+        for inputs in dict.fromkeys((numbers, numbers - frozenset(self._constant_numbers))):
             graph = _try_capture(captured, compute_dtype, inputs) if inputs else None
             if graph is not None:
-                self._constant_numbers = numbers - inputs
                 return graph
         latest_graph: Graph | None = None
         inputs = frozenset()
@@ -196,10 +201,26 @@ class PythonCalls:
             graph = _try_capture(captured, compute_dtype, inputs | {number})
             if graph is not None:
                 latest_graph, inputs = graph, inputs | {number}
-        self._constant_numbers = numbers - inputs
         if latest_graph is not None:
             return latest_graph
         return capture_python(captured, compute_dtype)
+
+    def _record_constant_numbers(self, python: PythonCall) -> None:
+        """Record which numbers that change are constants in a capture."""
+        guards = python.guards
+        # Dynamo makes constants of 0 and 1 in any case.
+        constants = {
+            source: value
+            for source, value in guards.constants.items()
+            if source in self._changing_numbers - guards.inputs and value not in (0, 1)
+        }
+        # A number that is compared with one value, as in `step == 100`, is a constant only then.
+        self._never_inputs |= {
+            source
+            for source, value in constants.items()
+            if self._constant_numbers.get(source, value) != value
+        }
+        self._constant_numbers |= constants
 
     def run(self, python: PythonCall, program: ConstantsProgram, call: Call) -> Any:
         """Run the captured Python code of a call; `program` replaces the tensor operations."""

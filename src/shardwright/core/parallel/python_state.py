@@ -19,9 +19,11 @@ from torch import Tensor, nn
 from shardwright.core.capture.attributes import (
     BUFFERS,
     MISSING,
+    NUMBERS,
     OF_MODULES,
     SET,
     content,
+    numbers_of,
     plain_text,
     state_text,
     variable,
@@ -29,7 +31,6 @@ from shardwright.core.capture.attributes import (
 )
 from shardwright.core.capture.global_variables import GLOBALS
 from shardwright.core.misuse.calls_of_parts import explains_calls
-from shardwright.core.parallel.call import NUMBERS
 from shardwright.core.parallel.unavailable import Unavailable
 from shardwright.core.torch_internals import pytree
 from shardwright.core.torch_internals.hooks import (
@@ -236,10 +237,11 @@ class PythonState:
             own_buffers(child).update({n: b for n, b in buffers.items() if b is not None})
 
     def numbers(self) -> dict[str, float]:
-        """Return the Python numbers in watched attributes, by name."""
+        """Return the Python numbers in watched attributes, and in containers and objects that are
+        attributes, by name."""
         watched = (p for p in self._names if not p[0].startswith(BUFFERS))
-        values = {_name_of_number(*p): variable(self._by_path, *p) for p in watched}
-        return {name: value for name, value in values.items() if type(value) in NUMBERS}
+        values = (numbers_of(variable(self._by_path, *p), attribute_name(*p)) for p in watched)
+        return dict(chain.from_iterable(values))
 
     def leave_to_guards(self, names: Collection[str]) -> None:
         """Exclude numbers from the key, as the guards of programs compare them.
@@ -292,21 +294,24 @@ class PythonState:
         """
         self._registered = num_registered_hooks()
         by_module: dict[str, list[str]] = {}
-        objects: dict[int, Any] = {}
+        objects: dict[int, tuple[Any, str, frozenset[str]]] = {}
         of_class: dict[tuple[type, str], Any] = {}
         self._missing: tuple[list[dict[str, Any]], list[str]] = ([], [])
         seen: list[Hashable] = []
         contents = []
         self.changed_buffers = []
         for (path, name), captured in self._names.items():
-            if _name_of_number(path, name) in self._left_to_guards:
-                continue
             value, names = variable(self._by_path, path, name), variables_at(self._by_path, path)
+            full_name = attribute_name(path, name)
+            omitted = frozenset(n for n in self._left_to_guards if n.startswith(full_name))
+            if full_name in omitted and type(value) in NUMBERS:
+                continue
             of_buffer = path.startswith(BUFFERS)
             # A buffer is None here if another pipeline stage owns it.
             content_text = captured if of_buffer and value is None else state_text(path, value)
+            of_object = None if of_buffer else content(value, full_name, omitted)
             # Ranks compare texts; this rank also distinguishes objects with equal texts.
-            seen.append((path, name, content_text if of_buffer else content(value)))
+            seen.append((path, name, content_text if of_buffer else of_object))
             contents.append(content_text)
             if of_buffer and content_text != captured:
                 self.changed_buffers.append(f"{path.removeprefix(BUFFERS)}.{name}".lstrip("."))
@@ -321,7 +326,7 @@ class PythonState:
                 continue
             by_module.setdefault(path, []).append(name)
             if not is_plain and not isinstance(value, nn.Module):
-                objects[id(value)] = value
+                objects[id(value)] = value, full_name, omitted
         self._watched_hooks = [hooks for _, _, *pair in self._captured_hooks for hooks in pair]
         self._added_hooks = self._find_added_hooks()
         for module in self.modules_with_added_hooks:
@@ -337,7 +342,7 @@ class PythonState:
         self._readers = [itemgetter(*names, names[0]) for names in by_module.values()]
         self._owners = [variables_at(self._by_path, path) for path in by_module]
         self._values = list(self._read_watched_attributes())
-        self._change_checks = [_make_content_check(value) for value in objects.values()]
+        self._change_checks = [_make_content_check(*each) for each in objects.values()]
         self._change_checks += [
             _make_class_attribute_check(*key, value) for key, value in of_class.items()
         ]
@@ -435,18 +440,21 @@ def _make_class_attribute_check(owner: type, name: str, initial_value: Any) -> C
     return lambda: getattr(owner, name, MISSING) is initial_value
 
 
-def _make_content_check(value: Any) -> Callable[[], bool]:
+def _make_content_check(value: Any, name: str, omitted: frozenset[str]) -> Callable[[], bool]:
     arrays = (Tensor, np.ndarray)
     inside = vars(value).values() if hasattr(value, "__dict__") else ()
     # Only without arrays: their `==` is elementwise, so `content` compares them below.
-    if inside and not isinstance(value, arrays) and not any(isinstance(x, arrays) for x in inside):
+    without_arrays = not isinstance(value, arrays) and not any(
+        isinstance(x, arrays) for x in inside
+    )
+    if inside and without_arrays and not omitted:
         copies = {
             name: attribute.copy() if isinstance(attribute, (list, dict, set)) else attribute
             for name, attribute in vars(value).items()
         }
         return lambda: vars(value) == copies
-    before = content(value)
-    return lambda: content(value) == before
+    before = content(value, name, omitted)
+    return lambda: content(value, name, omitted) == before
 
 
 _forward_of: Callable[[Mapping[str, Any]], Any] = methodcaller("get", "forward")
@@ -454,8 +462,9 @@ _forward_of: Callable[[Mapping[str, Any]], Any] = methodcaller("get", "forward")
 `forward` is set."""
 
 
-def _name_of_number(path: str, name: str) -> str:
-    # `self.scale`, as an argument may be called `scale` too.
+def attribute_name(path: str, name: str) -> str:
+    """Return the name of an attribute or global variable in messages, and in `PythonState.numbers`:
+    `self.scale`, as an argument may be called `scale` too."""
     owner = path if path.startswith(GLOBALS) else f"self.{path}".rstrip(".")
     return f"{owner}.{name}"
 

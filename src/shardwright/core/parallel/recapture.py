@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwright.core.capture.attributes import SET
+from shardwright.core.capture.attributes import NUMBERS, SET
 from shardwright.core.capture.autocast import Autocast
 from shardwright.core.capture.build_graph import CapturedCall
 from shardwright.core.capture.shapes import Captures
@@ -21,7 +21,7 @@ from shardwright.core.micro_batches.whole_batch import with_whole_batch
 from shardwright.core.misuse.calls_of_parts import leave_calls_of_parts
 from shardwright.core.misuse.original import OriginalModel
 from shardwright.core.misuse.planned_parameters import PlannedParameters
-from shardwright.core.parallel.call import NUMBERS, PlannedCall, argument_key
+from shardwright.core.parallel.call import PlannedCall, argument_key
 from shardwright.core.parallel.python_calls import PythonCalls
 from shardwright.core.parallel.python_state import PythonState
 from shardwright.core.parallel.reachable_python import ReachablePython
@@ -96,6 +96,8 @@ class Recapture:
         self._repeated_captures = RepeatedCaptures()
         # Numbers that are not in the keys of programs, as guards compare them or they are inputs.
         self._varying_numbers: frozenset[str] = frozenset()
+        # Those that stay in the keys, as they cannot be inputs.
+        self._constant_numbers: frozenset[str] = frozenset()
         self._can_vary_numbers, self._requires_guards = not self._excludes_guards, False
         self._filled: dict[str, str] = {}
 
@@ -204,7 +206,9 @@ class Recapture:
             (spec, shapes, self.module.training, torch.is_grad_enabled()),
             {**numbers, **self._state.numbers()},
             self._varying_numbers,
+            self._constant_numbers,
         )
+        varying = [name for name in varying if name not in self._constant_numbers]
         if varying and self._can_vary_numbers:
             self._vary_numbers(varying)
 
@@ -275,39 +279,49 @@ class Recapture:
             log.debug("the model is captured without guards: %s", error)
             return None
         self._reachable.is_guarded = True
-        if self._varying_numbers and (
-            self._python.has_constant_numbers or not self._names_layers_as_planned(graph)
-        ):
+        if not self._varying_numbers:
+            return graph
+        if not self._names_layers_as_planned(graph):
             self._stop_varying_numbers()
             return None
-        return graph
+        assert graph.python is not None
+        constant = self._python.names_of_constant_numbers(graph.python, (call.args, call.kwargs))
+        if constant & self._varying_numbers:
+            self._constant_numbers |= constant
+            self._set_varying_numbers(self._varying_numbers - constant)
+        return graph if self._reachable.version else None
 
     def _vary_numbers(self, names: Collection[str]) -> None:
         """Let guards compare the numbers `names`, which then become inputs of programs.
 
         Captures are made with guards from now on.
         """
-        self._varying_numbers |= frozenset(names)
-        self._state.leave_to_guards(self._varying_numbers)
+        self._set_varying_numbers(self._varying_numbers | frozenset(names))
         # The guards that a version requires cover all other state too.
         self._requires_guards |= self._reachable.version == 0
         self._reachable.version = max(1, self._reachable.version)
 
     def _stop_varying_numbers(self) -> None:
-        """Make varying numbers constants of programs for good, as they cannot be inputs."""
+        """Make all numbers constants of programs for good, as they cannot be inputs."""
         if self._varying_numbers:
-            self._varying_numbers, self._can_vary_numbers = frozenset(), False
-            self._state.leave_to_guards(())
-            # Nothing else has required guards.
-            if self._requires_guards and self._reachable.version == 1:
-                self._reachable.version, self._reachable.is_guarded = 0, False
-                # What guards have covered until now may differ from the state of the plan.
-                self._reachable.update()
+            self._can_vary_numbers = False
+            self._set_varying_numbers(frozenset())
+
+    def _set_varying_numbers(self, names: frozenset[str]) -> None:
+        self._varying_numbers = names
+        self._state.leave_to_guards(names)
+        # Nothing else has required guards.
+        if not names and self._requires_guards and self._reachable.version == 1:
+            self._reachable.version, self._reachable.is_guarded = 0, False
+            # What guards have covered until now may differ from the state of the plan.
+            self._reachable.update()
 
     def _names_layers_as_planned(self, graph: Graph) -> bool:
         """Whether operators that read parameters have the names by which the plan shards them."""
         readers = self.partitioned.graph.consumers
-        parameters = self.partitioned.graph.parameters
+        names = {value.name for value in graph.parameters}
+        # Another branch of `forward` may leave layers out.
+        parameters = [v for v in self.partitioned.graph.parameters if v.name in names]
         return all(op.name in graph.by_name for value in parameters for op, _ in readers[value])
 
     @property

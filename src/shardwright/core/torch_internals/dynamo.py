@@ -219,6 +219,17 @@ class DynamoCapture:
         return None if graph_input is None else graph_input.graph_module
 
     @cached_property
+    def specialized_numbers(self) -> frozenset[str]:
+        """Dynamo sources of the numbers that were to be inputs, but of which the trace needs the
+        values, as of the count of a loop."""
+        shapes = self.output.graph_capture_output.output_graph.shape_env
+        return frozenset(
+            source
+            for source, symbol in shapes.source_to_var.items()
+            if shapes.replacements.get(symbol, symbol).is_number
+        )
+
+    @cached_property
     def signature(self) -> inspect.Signature:
         """Signature of the traced function itself, not of a function that it wraps."""
         return inspect.signature(self.function, follow_wrapped=False)
@@ -317,7 +328,8 @@ class DynamoCapture:
                 self.function.__code__, hooks=Hooks(guard_filter_fn=keep)
             )
         captured.output_graph.local_scope.clear()  # Otherwise the scope would keep the batch alive.
-        return Guards(self.scope, self.function.__globals__, manager, constants)
+        inputs = numbers - self.specialized_numbers
+        return Guards(self.scope, self.function.__globals__, manager, constants, inputs)
 
 
 def _delete_global_if_unchanged(scope: dict[str, Any], name: str, value: object) -> None:

@@ -22,20 +22,22 @@ class Guards:
         scope: function that returns the arguments and closure variables of a call, by name.
         global_variables: global variables of the captured function.
         manager: Dynamo's guards.
-        constants: values of Python numbers that are constants in the graph, by Dynamo source.
+        constants: values of Python numbers at capture, by Dynamo source.
+        inputs: Dynamo sources of Python numbers that are inputs of the graph.
     """
 
     scope: Callable[..., Any]
     global_variables: dict[str, Any]
     manager: Any
     constants: Mapping[str, Any]
+    inputs: frozenset[str]
 
     def hold(self, owner: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Whether all guards hold for a call, so that the captured graph is valid."""
         scope = self.scope(owner, args, kwargs)
         if not self.manager.guard_manager.check(scope):
             return False
-        return not self.zeros or self.zero_of_other_sign(scope) is None
+        return self.unequal_to_guards(scope) is None
 
     def first_failing_guard(
         self, owner: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -46,8 +48,8 @@ class Guards:
         checks = self.manager.guard_manager.check_verbose(scope).verbose_code_parts
         if checks:
             return _describe_guard(str(checks[0]))
-        zero = self.zero_of_other_sign(scope)
-        return "" if zero is None else _describe_guard(f"{zero} == {self.constants[zero]}")
+        source = self.unequal_to_guards(scope)
+        return "" if source is None else _describe_guard(f"{source} == {self.constants[source]}")
 
     def changed_numbers(
         self, owner: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -55,7 +57,7 @@ class Guards:
         """Return the Dynamo sources of Python numbers whose value, but not type, has changed since
         capture."""
         scope = self.names(self.scope(owner, args, kwargs))
-        current = {source: _evaluate_dynamo_source(source, scope) for source in self.constants}
+        current = {source: evaluate_dynamo_source(source, scope) for source in self.constants}
         return frozenset(
             source
             for source, value in self.constants.items()
@@ -68,20 +70,28 @@ class Guards:
         return {"L": scope, "G": self.global_variables}
 
     @cached_property
-    def zeros(self) -> dict[str, tuple[float, CodeType]]:
-        """The constants that are zeros of floats, and the compiled sources."""
+    def compared_numbers(self) -> dict[str, tuple[float, CodeType]]:
+        """The numbers that `unequal_to_guards` compares: value at capture and compiled source."""
         return {
             source: (value, compile(source, "<source>", "eval"))
             for source, value in self.constants.items()
-            if isinstance(value, float) and not value
+            if (isinstance(value, float) and not value)
+            or (source in self.inputs and isinstance(value, int) and not _exceeds_int64(value))
         }
 
-    def zero_of_other_sign(self, scope: Any) -> str | None:
-        """Return the source of the first constant that is now -0.0 instead of 0.0, or the other way
-        round: Dynamo's guards compare numbers by `==`."""
+    def unequal_to_guards(self, scope: Any) -> str | None:
+        """Return the source of the first number for which Dynamo's guards hold, but the program is
+        not valid; None if there is no such number.
+
+        Guards compare numbers by `==`, but 0.0 and -0.0 differ. An operator reads an input as
+        int64; a number that is larger at capture is read by Python code only.
+        """
+        if not self.compared_numbers:
+            return None
         names = self.names(scope)
-        for source, (value, code) in self.zeros.items():
-            if _is_zero_of_other_sign(_evaluate_dynamo_source(code, names), value):
+        for source, (value, code) in self.compared_numbers.items():
+            number = evaluate_dynamo_source(code, names)
+            if _is_zero_of_other_sign(number, value) or _exceeds_int64(number):
                 return source
         return None
 
@@ -90,6 +100,10 @@ def _is_zero_of_other_sign(number: Any, value: float) -> bool:
     if not isinstance(number, float) or number or value:
         return False
     return math.copysign(1.0, number) != math.copysign(1.0, value)
+
+
+def _exceeds_int64(number: Any) -> bool:
+    return isinstance(number, int) and not -(2**63) <= number < 2**63
 
 
 def _describe_guard(text: str) -> str:
@@ -105,7 +119,7 @@ def _describe_guard(text: str) -> str:
     return f"`{code}` ({file}: `{line}`)" if match else f"`{code}`"
 
 
-def _evaluate_dynamo_source(source: str | CodeType, scope: dict[str, Any]) -> Any:
+def evaluate_dynamo_source(source: str | CodeType, scope: Mapping[str, Any]) -> Any:
     """Evaluate a Dynamo source such as `L["self"].scale`; None if evaluation raises."""
     try:
         # A copy, as `eval` adds `__builtins__` to the dictionary.
