@@ -72,11 +72,17 @@ def capture(
     # mode.
     call = CapturedCall.of(module, args, dict(kwargs or {}), autocast, original)
     # The trace runs the user's Python, which may draw from any random generator.
-    with TRACING_LOCK, naming_local_map(module, args, call.kwargs), _preserve_random_state():
+
+    def capture_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph:
+        of_arguments = replace(call, args=args, kwargs=kwargs)
         try:
-            graph = _capture_by_export(call, compute_dtype, on_progress)
+            return _capture_by_export(of_arguments, compute_dtype, on_progress)
         except CaptureError as refusal:
-            graph = _capture_with_dynamo(call, compute_dtype, refusal)
+            return _capture_with_dynamo(of_arguments, compute_dtype, refusal)
+
+    naming = naming_local_map(module, args, call.kwargs, capture_call)
+    with TRACING_LOCK, _preserve_random_state(), naming:
+        graph = capture_call(call.args, call.kwargs)
     warn_of_functions_in_full(graph)
     return replace(graph, capture_seconds=time.perf_counter() - started)
 

@@ -17,6 +17,13 @@ OWN_ERROR = "the model itself raises an error for these arguments"
 ACCEPTED = "\npass a model and arguments with which `model(*args, **kwargs)` runs without a plan"
 
 
+class UpdatedBufferError(CaptureError):
+    """A shape or a branch depends on a buffer that `forward` updates.
+
+    A `local_map` is no way out: it would update the buffer on each device by its own shard.
+    """
+
+
 class DataDependentError(CaptureError):
     """Python code of the model depends on the value of a tensor."""
 

@@ -30,6 +30,7 @@ from shardwright.core.capture.expert_loops import fold_expert_loops
 from shardwright.core.capture.experts import hint_of_experts
 from shardwright.core.capture.explanation import (
     DataDependentError,
+    UpdatedBufferError,
     explain_export,
     is_data_dependent,
 )
@@ -348,7 +349,7 @@ def _check_read_buffers(
     for path, name in reads:
         buffer = f"{path.removeprefix(BUFFERS)}.{name}".removeprefix(".")
         if path.startswith(BUFFERS) and id(named[buffer]) in updated:
-            raise CaptureError(
+            raise UpdatedBufferError(
                 f"`forward` updates the buffer {buffer!r}, and a shape or a branch depends on its "
                 "values, which change in each step\nuse `torch.where` on tensors, or store it as"
                 " a Python number that is set between steps; if it is a flag of the first call,"
