@@ -146,9 +146,9 @@ def _find_failing_modules(
     for path, module in model.named_modules():
         # By class, because the frames refer to modules of the traced copy.
         paths.setdefault(_get_class_name(module), path)
-    found: dict[str, tuple[list[Tensor], Tensor | None]] = {}
+    calls_by_path: dict[str, tuple[list[Tensor], Tensor | None]] = {}
     cause: BaseException | None = error
-    while cause is not None and not found:
+    while cause is not None and not calls_by_path:
         trace = cause.__traceback__
         while trace is not None:
             local_variables, is_forward = (
@@ -162,15 +162,15 @@ def _find_failing_modules(
             )
             if path:
                 arguments = _find_tensor_arguments(local_variables["self"], local_variables)
-                found[path] = arguments, None
+                calls_by_path[path] = arguments, None
             elif isinstance(node := local_variables.get("node"), fx.Node):
                 # An error after the trace, about this node.
                 for depth, call in enumerate(module_calls(node)):
                     if call_path := call.partition("@")[0]:
-                        found[call_path] = _find_traced_tensors(node, depth)
+                        calls_by_path[call_path] = _find_traced_tensors(node, depth)
             trace = trace.tb_next
         cause = cause.__cause__ or cause.__context__
-    return [(path, *found[path]) for path in reversed(found)]
+    return [(path, *calls_by_path[path]) for path in reversed(calls_by_path)]
 
 
 def _find_traced_tensors(node: fx.Node, depth: int) -> tuple[list[Tensor], Tensor | None]:
