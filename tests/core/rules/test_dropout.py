@@ -60,3 +60,33 @@ def test_normal_numbers_are_drawn_for_every_shard() -> None:
     means, deviations = randn(6, 4, dtype=torch.float64), rand(4, dtype=torch.float64)
     assert check(aten.normal.Tensor_Tensor, means, deviations).random
     assert check(aten.normal.float_float, 0.0, 1.0, [6, 4]).factors == ("b", "s")
+
+
+@pytest.mark.parametrize(
+    ("target", "parameters"),
+    [
+        (aten.normal_functional.default, ()),
+        (aten.uniform.default, (-1.0, 1.0)),
+        (aten.exponential.default, ()),
+        (aten.cauchy.default, ()),
+        (aten.log_normal.default, ()),
+        (aten.geometric.default, (0.5,)),
+        (aten.random.to, (3,)),
+        (aten.poisson.default, ()),
+        (aten._standard_gamma.default, ()),
+    ],
+)
+def test_fills_draw_for_every_shard(target, parameters) -> None:
+    # Some of them have no derivative, and are recorded without autograd.
+    found = rule_of(op_of(target, rand(6, 4, dtype=torch.float64) + 0.5, *parameters))
+    assert found is not None
+    assert found.random
+    assert found.factors == ("b", "s")
+
+
+def test_only_rows_of_a_distribution_can_be_sharded() -> None:
+    weights = rand(6, 4, dtype=torch.float64)
+    assert check(aten.multinomial.default, weights, 2, True).factors == ("b",)
+    assert check(aten.multinomial.default, weights[0], 2, True).factors == ()
+    concentrations = rule_of(op_of(aten._sample_dirichlet.default, weights))
+    assert concentrations is not None and concentrations.factors == ("b",)

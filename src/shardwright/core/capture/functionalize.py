@@ -19,7 +19,11 @@ from shardwright.core.capture.fx_nodes import call, node_arguments, node_shape, 
 from shardwright.core.capture.naming import line_of
 from shardwright.core.capture.signature import is_floating_point
 from shardwright.core.capture.views import IN_PLACE, replay_view, view_base, write_through
-from shardwright.core.graph.custom_ops import assigned, batch_norm_train, instance_norm_train
+from shardwright.core.graph.custom_ops import (
+    assigned,
+    batch_norm_train,
+    instance_norm_train,
+)
 from shardwright.core.torch_internals.operators import OpOverload, overload_name, schema_of
 from shardwright.errors import CaptureError
 
@@ -117,34 +121,34 @@ class _FunctionalProgram:
             path.append(self.view_of[path[-1]])
         base = path[-1]
         # Written without autograd, or through a `detach`: no gradient flows through the new value.
-        if by.meta.get("no_grad") or any(IN_PLACE.get(v.target, v.target) in _DETACH for v in path):
-            new = self._detach_write(base, new, by)
+        is_detached = is_floating_point(new) and (
+            bool(by.meta.get("no_grad"))
+            or any(IN_PLACE.get(view.target, view.target) in _DETACH for view in path)
+        )
+        if is_detached:
+            new = call(self.graph, aten.detach.default, (new,), like=by)
+        old = self.read(base)
         updated = new
         # From the innermost view outward, until the base is new.
         for view, source in pairwise(path):
             updated = write_through(self.graph, view, self.read(source), updated)
+        # Autograd does not know of the write, so gradients of the new value are those of the old.
+        passes_gradient = is_detached and not self._is_leaf_tensor(base)
         version = self.version[base] = self.version.get(base, 0) + 1
-        if base in self.trained:
-            # Later reads of the parameter, whatever was written, send their gradient to it. Views
-            # of the parameter are replayed, so that their gradients reach it too.
+        if base in self.trained or passes_gradient:
+            # Later reads of a parameter, whatever was written, send their gradient to it. Its views
+            # are replayed, so that their gradients reach it too.
             updated = call(self.graph, aten.detach.default, (updated,), like=by)
-            updated = new = call(self.graph, assigned, (self.leaf[base], updated), like=by)
+            function: Any = (
+                assigned if base in self.trained else torch.ops.shardwright.with_gradient_of.default
+            )
+            source = self.leaf[base] if base in self.trained else old
+            updated = new = call(self.graph, function, (source, updated), like=by)
             updated.meta["no_grad"] = False
         self.holds[base] = (version, updated)
-        # A view of a trained parameter keeps its old version, so that its next read is replayed.
-        if base not in self.trained or node is base:
+        # Otherwise the view keeps its old version, so that its next read is replayed.
+        if node is base or not (base in self.trained or passes_gradient):
             self.holds[node] = (version, new)
-
-    def _detach_write(self, base: fx.Node, new: fx.Node, by: fx.Node) -> fx.Node:
-        if not is_floating_point(new):
-            return new
-        # Only a leaf has no history whose gradient would be that of the old value.
-        if not self._is_leaf_tensor(base):
-            raise CaptureError(
-                f"{line_of(by)}: this modifies a tensor in place without autograd, so its gradient "
-                "would not match its value\ncompute a new tensor instead, such as `x = x + 1`"
-            )
-        return call(self.graph, aten.detach.default, (new,), like=by)
 
     def _is_leaf_tensor(self, base: fx.Node) -> bool:
         return (

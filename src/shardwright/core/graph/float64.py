@@ -225,11 +225,19 @@ class EverythingInFloat64(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        args, kwargs = pytree.tree_map_only(torch.dtype, double_dtype, (args, kwargs or {}))
+        args, kwargs = _double_dtypes((args, kwargs or {}))
         result = func(*args, **kwargs)
         if func == torch.ops.aten.lift_fresh.default:
             return result.to(double_dtype(result.dtype))
         return result
+
+
+def _double_dtypes(arguments: Any) -> Any:
+    """Return nested `arguments` with each dtype converted by `double_dtype`."""
+    # `x.new(size)` has the shape `size` for a `torch.Size` alone, which a map would make a tuple.
+    return pytree.tree_map_only(
+        torch.dtype, double_dtype, arguments, is_leaf=lambda each: isinstance(each, torch.Size)
+    )
 
 
 @contextmanager
@@ -256,7 +264,7 @@ class CastsToFloat64(TorchFunctionMode):
             return args[0].to(dtype, *args[1:], **(kwargs or {}))
         if getattr(func, "__name__", "") == "_grouped_mm":
             return grouped_product(*args, **(kwargs or {}))
-        args, kwargs = pytree.tree_map_only(torch.dtype, double_dtype, (args, kwargs or {}))
+        args, kwargs = _double_dtypes((args, kwargs or {}))
         return func(*args, **kwargs)
 
 

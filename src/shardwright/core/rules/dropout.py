@@ -43,10 +43,20 @@ def feature_dropout(op: Op) -> ShardingRule:
 @rule_for(torch.ops.aten.normal.Tensor_Tensor, torch.ops.aten.normal.Tensor_float)
 @rule_for(torch.ops.aten.normal.float_Tensor)
 @rule_for(*overloads("bernoulli", "rand_like", "randn_like", "randint_like"))
+@rule_for(*overloads("normal_functional", "uniform", "exponential", "cauchy", "log_normal"))
+@rule_for(*overloads("geometric", "random", "poisson", "binomial", "_standard_gamma"))
 def random_like(op: Op) -> ShardingRule:
     """Random tensors in the shape of an input, `b s -> b s`: every device draws the numbers of its
     shard."""
     return _build_elementwise_random_rule(op, factor_names(op.output), random=True)
+
+
+@rule_for(*overloads("multinomial", "_sample_dirichlet"))
+def random_rows(op: Op) -> ShardingRule:
+    """Draws from the distribution of each row, `b n -> b k`: only rows can be sharded."""
+    (rows,) = op.inputs
+    dims = (*factor_names(op.output)[: len(rows.shape) - 1], None)
+    return sharding_rule(op, (dims,), (dims,), random=True)
 
 
 def is_active_dropout(op: Op) -> bool:

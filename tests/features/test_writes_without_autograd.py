@@ -1,0 +1,106 @@
+"""Results that `forward` changes in place without autograd: the new value gets the gradient of the
+old one, as in the eager module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardwright as sw
+
+
+def clamp(h: Tensor) -> Tensor:
+    with torch.no_grad():
+        h.clamp_(-0.3, 0.3)
+    return h
+
+
+def fill_columns(h: Tensor) -> Tensor:
+    with torch.no_grad():
+        h[:, 2:4] = 0.5
+    return h
+
+
+def clamp_a_detached_view(h: Tensor) -> Tensor:
+    # As `torch.distributions.Gamma.rsample` does.
+    h.detach().clamp_(min=0.1)
+    return h
+
+
+def clamp_the_data(h: Tensor) -> Tensor:
+    h.data.clamp_(-0.2, 0.2)
+    return h
+
+
+def read_a_view_that_was_written(h: Tensor) -> Tensor:
+    view = h.view(-1, 2, 4)
+    with torch.no_grad():
+        view.mul_(2)
+    return h + view.sum((1, 2))[:, None]
+
+
+def read_a_detached_view_that_was_written(h: Tensor) -> Tensor:
+    detached = h.detach()
+    with torch.no_grad():
+        detached[:, 0].add_(1)
+    return h + detached.sum(1, keepdim=True)
+
+
+def write_twice(h: Tensor) -> Tensor:
+    with torch.no_grad():
+        h.clamp_(-0.3, 0.3)
+        h.add_(1)
+    h = h + 0.5
+    h.detach()[:, :2].zero_()
+    return h
+
+
+def write_between_writes_with_autograd(h: Tensor) -> Tensor:
+    h[:, 0] = h[:, 3] * 3
+    with torch.no_grad():
+        h[:, 1] = 9
+    h[:, 2] = h[:, 1] * 2
+    return h
+
+
+def write_a_transposed_view(h: Tensor) -> Tensor:
+    transposed = h.t()
+    with torch.no_grad():
+        transposed[0].fill_(0.25)
+    return transposed.t()
+
+
+class Writes(nn.Module):
+    def __init__(self, write: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.inner, self.outer, self.write = nn.Linear(8, 8), nn.Linear(8, 8), write
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return (self.outer(self.write(self.inner(x))) - y).square().mean()
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize(
+    "write",
+    [
+        clamp,
+        fill_columns,
+        clamp_a_detached_view,
+        clamp_the_data,
+        read_a_view_that_was_written,
+        read_a_detached_view_that_was_written,
+        write_twice,
+        write_between_writes_with_autograd,
+        write_a_transposed_view,
+    ],
+)
+def test_values_and_gradients_are_those_of_the_eager_module(
+    write: Callable[[Tensor], Tensor], micro_batches: int
+) -> None:
+    torch.manual_seed(0)
+    net, batch = Writes(write), (torch.randn(8, 8), torch.randn(8, 8))
+    plan = sw.plan(net, batch, devices=4, micro_batches=micro_batches)
+    assert sw.check(net, batch, {}, plan).passes()
