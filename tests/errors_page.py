@@ -31,11 +31,20 @@ def errors_page() -> str:
     classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
     rows: dict[str, set[Row]] = {node.name: set() for node in classes}
     base = classes[0].name
+    # Callers see subclasses that are defined elsewhere as their base.
+    base_of = dict.fromkeys(CHOSEN_BY_CALLER, base) | {
+        node.name: _name(parent)
+        for _, module in modules()
+        for node in ast.walk(module)
+        if isinstance(node, ast.ClassDef)
+        for parent in node.bases
+        if _name(parent) in rows and node.name not in rows
+    }
     for file, module in modules():
-        for name, text in _raised(module, {*rows, *CHOSEN_BY_CALLER}):
+        for name, text in _raised(module, {*rows, *base_of}):
             problem, _, remedy = text.strip().partition("\n")
             if re.search(r"\w", problem):
-                raised = base if name in CHOSEN_BY_CALLER else name
+                raised = base_of.get(name, name)
                 rows[raised].add((room_of(file), problem, remedy))
     sections = ("\n".join(_section(node, sorted(rows[node.name]))) for node in classes)
     return INTRODUCTION + "".join(f"\n{section}\n" for section in sections)
