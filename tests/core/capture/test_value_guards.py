@@ -27,17 +27,23 @@ class Guarded(nn.Module):
 BATCH = torch.randn(8, 8, generator=torch.Generator().manual_seed(0)), torch.arange(8) % CLASSES
 
 
-@pytest.mark.parametrize(
-    "guard",
-    [
-        guards.raises,
-        guards.raises_otherwise,
-        guards.asserts,
-        guards.asserts_numbers,
-        guards.compares,
-        guards.warns,
-    ],
-)
+def distributes(x: Tensor, labels: Tensor) -> None:
+    torch.distributions.Normal(x.mean(), x.std() + 1)
+
+
+PASSING = [
+    guards.raises,
+    guards.raises_otherwise,
+    guards.asserts,
+    guards.asserts_numbers,
+    guards.compares,
+    guards.warns,
+    guards.reads,
+    distributes,
+]
+
+
+@pytest.mark.parametrize("guard", PASSING)
 def test_a_test_that_only_guards_is_passed(guard: Guard) -> None:
     net = Guarded(guard)
     net(*BATCH)
@@ -45,10 +51,38 @@ def test_a_test_that_only_guards_is_passed(guard: Guard) -> None:
     assert check.passes(), check
 
 
-@pytest.mark.parametrize(
-    "guard",
-    [guards.branches, guards.branches_otherwise, guards.catches, guards.leaves, guards.reads],
-)
+class Counting(Guarded):
+    """Has Python state that each call changes, for which TorchDynamo captures the model."""
+
+    num_calls = 0
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        self.num_calls += 1
+        return super().forward(x, labels)
+
+
+@pytest.mark.parametrize("guard", PASSING)
+def test_a_test_that_only_guards_is_passed_in_a_model_with_state(guard: Guard) -> None:
+    graph = sw.capture(Counting(guard), BATCH)
+    assert graph.python is not None
+    assert graph.fingerprint == sw.capture(Guarded(guard), BATCH).fingerprint
+
+
+DEPENDING = [
+    guards.branches,
+    guards.branches_otherwise,
+    guards.catches,
+    guards.leaves,
+]
+
+
+@pytest.mark.parametrize("guard", DEPENDING)
+def test_a_test_that_a_model_with_state_depends_on_is_refused(guard: Guard) -> None:
+    with pytest.raises(CaptureError, match=r"value_guards.py.*value"):
+        sw.capture(Counting(guard), BATCH)
+
+
+@pytest.mark.parametrize("guard", DEPENDING)
 def test_a_test_that_the_model_depends_on_is_refused(guard: Guard) -> None:
     with pytest.raises(CaptureError, match=r"value_guards.py.*value"):
         sw.capture(Guarded(guard), BATCH)

@@ -270,6 +270,11 @@ TENSORS = (
         "`torch.export.export`, which refuses what the graph does not hold",
     ),
     PrivateName(
+        "torch._dynamo.symbolic_convert.InstructionTranslatorBase",
+        "decides branches on values of tensors while TorchDynamo traces them",
+        "`torch.export.export`, whose trace runs the branches themselves",
+    ),
+    PrivateName(
         "torch._guards.TracingContext",
         "whether this thread traces, while `torch.compiler.is_compiling()` is of the process",
     ),

@@ -24,6 +24,7 @@ from shardwright.core.capture.python_refusals import (
 from shardwright.core.capture.replay import drop_assertions
 from shardwright.core.capture.static_modules import make_static
 from shardwright.core.capture.undone_effects import find_tensors, undone_effects
+from shardwright.core.capture.value_guards import decide_branch
 from shardwright.core.graph.host_numbers import HostNumbers
 from shardwright.core.torch_internals import pytree
 from shardwright.core.torch_internals.dynamo import DynamoCapture
@@ -123,7 +124,7 @@ class TracedCall:
         make_static(call.module, twin)
         calls = calls_of_modules(twin, call.module)
         # `forward` without the hooks of the model itself, which run around the program.
-        trace = partial(DynamoCapture.of, twin.forward, args, kwargs, numbers, calls)
+        trace = partial(DynamoCapture.of, twin.forward, args, kwargs, numbers, calls, decide_branch)
         with calls_in_graph():
             dynamo = trace()
         if dynamo.graph_module is None:

@@ -115,10 +115,32 @@ def _find_source_position(frame: FrameType, is_jump: bool) -> _SourcePosition | 
     """
     # `co_positions` has an entry for each code unit of 2 bytes, and `f_lasti` is in bytes.
     position = next(islice(frame.f_code.co_positions(), frame.f_lasti // 2 - is_jump, None), ())
+    return _make_source_position(frame.f_code.co_filename, position)
+
+
+def _make_source_position(file: str, position: Sequence[int | None]) -> _SourcePosition | None:
+    """Return the position of an instruction in a file; None if it is unknown.
+
+    Args:
+        position: as `dis.Positions`; may be empty.
+    """
     line, end_line, column, end_column = position or (None,) * 4
     if line is None or end_line is None or column is None or end_column is None:
         return None
-    return _SourcePosition(frame.f_code.co_filename, line, column, end_line, end_column)
+    return _SourcePosition(file, line, column, end_line, end_column)
+
+
+def decide_branch(file: str, positions: Sequence[int | None]) -> bool | None:
+    """Return the value of a condition with which a value check passes.
+
+    Args:
+        positions: source positions of the condition, as `dis.Positions`.
+
+    Returns:
+        None if the condition is not part of a value check.
+    """
+    position = _make_source_position(file, positions)
+    return position and _find_passing_value(position, compared=False)
 
 
 def _find_passing_value(position: _SourcePosition, compared: bool) -> bool | None:

@@ -22,6 +22,7 @@ from unittest.mock import patch
 from torch import Tensor, fx
 from torch._dynamo import config
 from torch._dynamo.convert_frame import CaptureOutput, fullgraph_capture, get_traced_fn
+from torch._dynamo.guards import CheckFunctionManager
 from torch._dynamo.hooks import Hooks
 from torch._dynamo.pgo import FrameStateSizeEntry, auto_dynamic
 from torch._dynamo.side_effects import SideEffects
@@ -47,6 +48,11 @@ from shardwright.core.torch_internals.dynamo_containers import (
     tracing_existing_containers,
 )
 from shardwright.core.torch_internals.dynamo_guards import Guards
+from shardwright.core.torch_internals.dynamo_instructions import (
+    Decide,
+    deciding_branches,
+    tracing_leaves,
+)
 from shardwright.core.torch_internals.dynamo_library_calls import (
     iterate_logger_methods,
     print_after_graph,
@@ -155,12 +161,14 @@ class DynamoCapture:
         kwargs: Mapping[str, Any],
         numbers: frozenset[str] = frozenset(),
         module_calls: Mapping[int, ModuleCall] = MappingProxyType({}),
+        decide_branch: Decide = lambda file, positions: None,
     ) -> DynamoCapture:
         """Trace `function(*args, **kwargs)` without executing tensor operations.
 
         Args:
             numbers: Dynamo sources of Python numbers that become inputs of the graph.
             module_calls: calls of modules that are recorded as one node, by the id of the module.
+            decide_branch: function that decides branches on the values of tensors.
 
         Raises:
             TorchDynamoException: if Dynamo cannot trace the function as one graph.
@@ -198,6 +206,8 @@ class DynamoCapture:
             guarding_missing_attributes(),
             assigning_to_namespaces(),
             tracing_existing_containers(),
+            deciding_branches(decide_branch),
+            tracing_leaves(),
             patch.object(NumpyVariable, "call_function", trace_numpy_call),
             patch.object(TensorVariable, "method_numpy", trace_conversion_to_numpy),
             patch.object(DebuggingVariable, "call_function", print_after_graph),
@@ -315,15 +325,25 @@ class DynamoCapture:
             guard.guard_types = guard.code_list = None
             guard.guarded_class_weakref = guard.obj_weakref = None
         constants: dict[str, Any] = {}
+        build, is_filtered = CheckFunctionManager.build_guards, False
+
+        def built(self: CheckFunctionManager, guards: list[Any], *args: Any, **kwargs: Any) -> Any:
+            # Dynamo first builds all guards for `keep`, which needs none.
+            return build(self, guards if is_filtered else [], *args, **kwargs)
 
         def keep(entries: Sequence[Any]) -> list[bool]:
+            nonlocal is_filtered
+            is_filtered = True
             for entry in entries:
                 # Not `isinstance`: booleans are integers, but never become inputs of the graph.
                 if entry.has_value and type(entry.value) in (int, float):
                     constants[entry.orig_guard.name] = entry.value
             return [_needs_guard(entry, unguarded) for entry in entries]
 
-        with _with_capture_options(numbers):
+        with (
+            _with_capture_options(numbers),
+            patch.object(CheckFunctionManager, "build_guards", built),
+        ):
             manager = captured.build_guards(
                 self.function.__code__, hooks=Hooks(guard_filter_fn=keep)
             )
@@ -354,4 +374,4 @@ def _needs_guard(entry: Any, unguarded: frozenset[int]) -> bool:
     stack = entry.orig_guard.user_stack
     if entry.name.endswith(".grad") and stack and stack[-1].name == "_apply":
         return False
-    return not {entry.guard_type, *entry.derived_guard_types} & _CHECKED_BY_CALLER
+    return entry.guard_type not in _CHECKED_BY_CALLER
