@@ -62,13 +62,6 @@ class Expanded(nn.Module):
         return y
 
 
-class ThroughData(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        y = x * 2
-        y.detach().add_(1)
-        return y * 2
-
-
 class IntoOut(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         values, indices = torch.empty_like(x[0]), torch.empty(4, dtype=torch.long)
@@ -134,7 +127,6 @@ def test_seeding_in_forward_is_refused_also_if_it_is_undone(net: nn.Module) -> N
         (Masked(), "return x[x > 0]", "multiply by the mask"),
         (CustomBackward(), "return Doubled.apply(x)", "torch.library.custom_op"),
         (Expanded(), "y.expand(2, 4, 4)[0].add_(1)", "returns a new tensor"),
-        (ThroughData(), "y.detach().add_(1)", "compute a new tensor"),
         (
             IntoOut(),
             "torch.max(x, 1, out=(values, indices))",

@@ -17,6 +17,7 @@ from shardwright.core.capture.explanation import OWN_ERROR, UpdatedBufferError
 from shardwright.core.capture.fx_nodes import module_calls
 from shardwright.core.capture.local_map import local_map
 from shardwright.core.capture.local_trace import example_entries
+from shardwright.core.capture.reachable_state import ReachableState
 from shardwright.core.torch_internals import pytree
 from shardwright.errors import CaptureError
 
@@ -91,7 +92,7 @@ def _is_captured(
 ) -> bool:
     """Whether the model can be captured with a suggested `local_map`."""
     target = model.get_submodule(candidate.path)
-    with restored_tags(target):
+    with _unchanged_python_state(model), restored_tags(target):
         try:
             local_map(target, candidate.notation, partial=candidate.partial)
             capture_again()
@@ -100,6 +101,20 @@ def _is_captured(
             log.debug("%s does not help: %s", candidate, error)
             return False
     return True
+
+
+@contextmanager
+def _unchanged_python_state(model: nn.Module) -> Iterator[None]:
+    """Context that restores the Python state that `forward` can reach, on exit."""
+    state = ReachableState(model)
+    attributes = [(vars(child), dict(vars(child))) for child in model.modules()]
+    try:
+        yield
+    finally:
+        state.restore()
+        for now, before in attributes:
+            now.clear()
+            now.update(before)
 
 
 def _replace_lists_of_samples(call: Any) -> tuple[Any, bool]:
@@ -170,7 +185,9 @@ def _find_failing_modules(
                         calls_by_path[call_path] = _find_traced_tensors(node, depth)
             trace = trace.tb_next
         cause = cause.__cause__ or cause.__context__
-    return [(path, *calls_by_path[path]) for path in reversed(calls_by_path)]
+    # A trace may call the model by another path.
+    own_paths = dict(model.named_modules(remove_duplicate=False))
+    return [(path, *calls_by_path[path]) for path in reversed(calls_by_path) if path in own_paths]
 
 
 def _find_traced_tensors(node: fx.Node, depth: int) -> tuple[list[Tensor], Tensor | None]:
