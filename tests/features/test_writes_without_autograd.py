@@ -104,3 +104,55 @@ def test_values_and_gradients_are_those_of_the_eager_module(
     net, batch = Writes(write), (torch.randn(8, 8), torch.randn(8, 8))
     plan = sw.plan(net, batch, devices=4, micro_batches=micro_batches)
     assert sw.check(net, batch, {}, plan).passes()
+
+
+def change_a_saved_result(h: Tensor) -> Tensor:
+    h = h.tanh()
+    h.data.mul_(0.5)
+    return h
+
+
+def change_what_a_product_saved(h: Tensor) -> Tensor:
+    squares = h * h
+    h.data.mul_(0.5)
+    return h + squares
+
+
+def change_what_a_product_of_views_saved(h: Tensor) -> Tensor:
+    transposed = h.t()
+    squares = (transposed * transposed).t()
+    with torch.no_grad():
+        h.mul_(0.5)
+    return h + squares
+
+
+def change_one_of_several_saved_parts(h: Tensor) -> Tensor:
+    left, right = h.chunk(2, dim=1)
+    squares = left * left + right
+    h.data.mul_(0.5)
+    return h + torch.cat((squares, squares), 1)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        change_a_saved_result,
+        change_what_a_product_saved,
+        change_what_a_product_of_views_saved,
+        change_one_of_several_saved_parts,
+    ],
+)
+def test_a_change_of_what_a_gradient_needs_is_refused(write: Callable[[Tensor], Tensor]) -> None:
+    batch = torch.randn(8, 8), torch.randn(8, 8)
+    with pytest.raises(sw.CaptureError, match="the gradient of an earlier operator needs it"):
+        sw.plan(Writes(write), batch, devices=4)
+
+
+def test_a_change_before_the_gradient_needs_the_tensor_is_not_refused() -> None:
+    def write_and_square(h: Tensor) -> Tensor:
+        h.data.mul_(0.5)
+        return h * h
+
+    torch.manual_seed(0)
+    net, batch = Writes(write_and_square), (torch.randn(8, 8), torch.randn(8, 8))
+    assert sw.check(net, batch, {}, sw.plan(net, batch, devices=4)).passes()

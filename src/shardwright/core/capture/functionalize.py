@@ -17,13 +17,10 @@ from torch import fx
 
 from shardwright.core.capture.fx_nodes import call, node_arguments, node_shape, tensor
 from shardwright.core.capture.naming import line_of
+from shardwright.core.capture.saved_values import check_is_unsaved
 from shardwright.core.capture.signature import is_floating_point
 from shardwright.core.capture.views import IN_PLACE, replay_view, view_base, write_through
-from shardwright.core.graph.custom_ops import (
-    assigned,
-    batch_norm_train,
-    instance_norm_train,
-)
+from shardwright.core.graph.custom_ops import assigned, batch_norm_train, instance_norm_train
 from shardwright.core.torch_internals.operators import OpOverload, overload_name, schema_of
 from shardwright.errors import CaptureError
 
@@ -128,12 +125,14 @@ class _FunctionalProgram:
         if is_detached:
             new = call(self.graph, aten.detach.default, (new,), like=by)
         old = self.read(base)
+        # Autograd does not know of the write, so gradients of the new value are those of the old.
+        passes_gradient = is_detached and not self._is_leaf_tensor(base)
+        if passes_gradient:
+            check_is_unsaved(old, by)
         updated = new
         # From the innermost view outward, until the base is new.
         for view, source in pairwise(path):
             updated = write_through(self.graph, view, self.read(source), updated)
-        # Autograd does not know of the write, so gradients of the new value are those of the old.
-        passes_gradient = is_detached and not self._is_leaf_tensor(base)
         version = self.version[base] = self.version.get(base, 0) + 1
         if base in self.trained or passes_gradient:
             # Later reads of a parameter, whatever was written, send their gradient to it. Its views

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
+from shardwright.core.graph.saved_tensors import RecordedTensors
 from shardwright.core.torch_internals.hooks import (
     backward_hooks,
     forward_hooks,
@@ -158,12 +159,13 @@ def refuse_autograd(func: Any, args: tuple[Any, ...]) -> None:
 def refuse_saved_tensor_hooks() -> Iterator[None]:
     """Return a context in which saved-tensor hooks raise CaptureError.
 
-    `save_on_cpu` is allowed, since it does not change gradients.
+    `save_on_cpu` is allowed, since it does not change gradients, and so is `RecordedTensors`, which
+    capture itself enters.
     """
     enter = saved_tensors_hooks.__enter__
 
     def refuse(hooks: saved_tensors_hooks) -> None:
-        if not isinstance(hooks, save_on_cpu):
+        if not isinstance(hooks, (save_on_cpu, RecordedTensors)):
             raise CaptureError(
                 "`forward` enters `saved_tensors_hooks`, which a captured model would not call\n"
                 "enter the hooks around the call of the model"

@@ -36,6 +36,22 @@ class SavedTensors:
         return bool(self.inputs or self.outputs or self.others)
 
 
+class RecordedTensors(torch.autograd.graph.saved_tensors_hooks):
+    """Hooks that record the tensors that autograd saves, and do not change them.
+
+    Attributes:
+        tensors: the saved tensors.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+        super().__init__(self._record, lambda saved: saved)
+
+    def _record(self, saved: Tensor) -> Tensor:
+        self.tensors.append(saved)
+        return saved
+
+
 def saved_tensors(op: Op) -> SavedTensors:
     """Run `op` on fake tensors, and return the tensors that autograd saves for the backward pass.
 
@@ -92,28 +108,46 @@ def _run_on_fake_tensors(key: _OperatorKey) -> SavedTensors:
         inputs.append(fake_input.requires_grad_(value.differentiable))
         return fake_input
 
-    packed: list[Tensor] = []
-
-    def pack(saved: Tensor) -> Tensor:
-        packed.append(saved)
-        return saved
-
-    with (
-        fake,
-        # The caller may run under `torch.no_grad`.
-        torch.enable_grad(),
-        torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved),
-    ):
+    with fake:
         args, kwargs = op.arguments(tensor)
-        try:
-            results = op.target(*args, **kwargs)
-        except (RuntimeError, ValueError, IndexError) as error:
-            raise CaptureError(
-                f"{op.source}: the operator {op.name!r} ({op.short_name}) cannot run:"
-                f" {one_line(error)}\ncorrect its arguments, which one device rejects too"
-            ) from error
+    try:
+        return _record_saved_tensors(op.target, args, kwargs, inputs, fake)
+    except (RuntimeError, ValueError, IndexError) as error:
+        raise CaptureError(
+            f"{op.source}: the operator {op.name!r} ({op.short_name}) cannot run:"
+            f" {one_line(error)}\ncorrect its arguments, which one device rejects too"
+        ) from error
+
+
+def saved_by_call(target: OpOverload, args: Any, kwargs: Any) -> SavedTensors:
+    """Return the tensors that autograd saves in a call of an operator, if all floating-point inputs
+    are differentiable.
+
+    Args:
+        target: the operator.
+        args, kwargs: arguments with tensors of any kind, whose values are not read.
+    """
+    fake, inputs = FakeTensorMode(), list[Tensor]()
+
+    def tensor(value: Tensor) -> Tensor:
+        fake_input = torch.empty(value.shape, dtype=value.dtype, device="cpu")
+        inputs.append(fake_input.requires_grad_(value.is_floating_point() or value.is_complex()))
+        return fake_input
+
+    with fake:
+        args, kwargs = pytree.tree_map_only(Tensor, tensor, (args, kwargs))
+    return _record_saved_tensors(target, args, kwargs, inputs, fake)
+
+
+def _record_saved_tensors(
+    target: Any, args: Any, kwargs: Any, inputs: list[Tensor], fake: FakeTensorMode
+) -> SavedTensors:
+    recorded = RecordedTensors()
+    # The caller may run under `torch.no_grad`.
+    with fake, torch.enable_grad(), recorded:
+        results = target(*args, **kwargs)
     outputs = [r for r in _flatten_results(results) if isinstance(r, Tensor)]
-    return _classify_saved_tensors(packed, inputs, outputs)
+    return _classify_saved_tensors(recorded.tensors, inputs, outputs)
 
 
 def _classify_saved_tensors(
