@@ -134,19 +134,6 @@ def attach(module: nn.Module, tag: Any) -> None:
     setattr(module, _KEY, {**vars(module).get(_KEY, {}), type(tag).__name__: tag})
 
 
-@contextmanager
-def restored_tags(module: nn.Module) -> Iterator[None]:
-    """Return a context that restores the tags of a module at its end."""
-    before = vars(module).get(_KEY)
-    try:
-        yield
-    finally:
-        if before is not None:
-            setattr(module, _KEY, before)
-        else:
-            vars(module).pop(_KEY, None)
-
-
 def module_tags(module: nn.Module) -> dict[str, tuple[Any, ...]]:
     """Return the tags of all submodules by path; a shared module appears at each of its paths."""
     return {

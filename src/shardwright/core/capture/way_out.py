@@ -12,7 +12,6 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
-from shardwright.core.capture.annotations import restored_tags
 from shardwright.core.capture.explanation import OWN_ERROR, UpdatedBufferError
 from shardwright.core.capture.fx_nodes import module_calls
 from shardwright.core.capture.local_map import local_map
@@ -92,7 +91,8 @@ def _is_captured(
 ) -> bool:
     """Whether the model can be captured with a suggested `local_map`."""
     target = model.get_submodule(candidate.path)
-    with _unchanged_python_state(model), restored_tags(target):
+    # With its attributes, the tag of the `local_map` goes too.
+    with _unchanged_python_state(model):
         try:
             local_map(target, candidate.notation, partial=candidate.partial)
             capture_again()
@@ -261,5 +261,5 @@ def _notation_for_module(tensors: list[Tensor], result: Tensor | None) -> str:
 
 
 def _have_samples(entries: str) -> bool:
-    """Whether all tensors of a notation with dimensions have those of the batch."""
+    """Whether each tensor of a notation is a scalar or has the dimension of samples."""
     return all(entry.strip().startswith(("b", "()")) for entry in entries.split(","))
