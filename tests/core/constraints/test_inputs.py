@@ -51,6 +51,28 @@ def test_layouts_name_the_axes_and_none_is_whole() -> None:
     }
 
 
+def test_names_shard_over_axes_with_sizes_and_skip_others() -> None:
+    named = ({"dp": 0, "mp": -1}, {"absent": 0})
+    assert sharded_input_axes(GRAPH, MESH, named, LAYOUT) == {"x": ((0,), (2,))}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "strategies name the axes 'bp', whose sizes are unknown"),
+        ({"axes": {"dp": 8}}, "name the axes 'bp', .* but no strategy names 'dp'"),
+        ({"axes": {"bp": 8}}, r"input x: \{bp: 2\} shards dimension 2 of a tensor with 2"),
+    ],
+)
+def test_names_without_an_axis_or_dimension_are_one_error(
+    options: dict[str, Any], message: str
+) -> None:
+    batch = torch.randn(16, 8), torch.randn(16, 4)
+    named = ({"bp": 2}, None)
+    with pytest.raises(StrategyError, match=message):
+        sw.plan(TwoInputs(), batch, devices=8, dataset_strategy=named, **options)
+
+
 @pytest.mark.parametrize(
     ("said", "message"),
     [
@@ -74,10 +96,20 @@ def test_a_batch_that_the_devices_do_not_divide_is_refused() -> None:
         sharded_input_axes(GRAPH, prime_mesh(6), "data_parallel")
 
 
-@pytest.mark.parametrize("said", ["data_parallel", ((2, 1), (1, 1)), (LAYOUT("mp", "sp"), None)])
-def test_plans_for_inputs_that_arrive_cut_give_the_result_of_one_device(said: Any) -> None:
+@pytest.mark.parametrize(
+    ("said", "axes"),
+    [
+        ("data_parallel", None),
+        (((2, 1), (1, 1)), None),
+        ((LAYOUT("mp", "sp"), None), None),
+        (({"mp": 0}, {"mp": 0}), LAYOUT),
+    ],
+)
+def test_plans_for_inputs_that_arrive_cut_give_the_result_of_one_device(
+    said: Any, axes: Layout | None
+) -> None:
     net = TwoInputs()
     batch = (torch.randn(16, 8), torch.randn(16, 4))
-    plan = sw.plan(net, batch, devices=8, dataset_strategy=said)
+    plan = sw.plan(net, batch, devices=8, dataset_strategy=said, axes=axes)
     assert plan.arrivals
     assert sw.check(net, batch, {}, plan).passes()

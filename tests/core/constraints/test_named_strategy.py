@@ -192,7 +192,7 @@ def test_random_pins_by_name_are_kept_and_change_no_result(mode: str, seed: int)
     try:
         plan = sw.plan(net, args, devices=devices, mode=mode, axes=axes)
     except StrategyError as error:
-        assert "no pin names an axis" in str(error)
+        assert "no strategy names an axis" in str(error)
         return
     for name, counts in pinned.items():
         assert plan.strategies[name] == counts, f"{name}\n{plan}"
@@ -211,17 +211,18 @@ def linear(entries: Any, **options: Any) -> None:
     [
         (
             lambda: linear(({"dp": 0}, {"tp": 0})),
-            "pins name the axes 'dp', 'tp', whose sizes are unknown\n"
+            "strategies name the axes 'dp', 'tp', whose sizes are unknown\n"
             "pass the sizes to `plan`: axes={'dp': …, 'tp': …}",
         ),
         (
             lambda: linear(({"dp": 0}, {"tp": 0}), axes={"dp": 2, "tpp": 4}),
-            "pins name the axes 'tp', which are not in axes (dp 2, tpp 4), but no pin names 'tpp'\n"
+            "strategies name the axes 'tp', which are not in axes (dp 2, tpp 4), but no"
+            " strategy names 'tpp'\n"
             "correct the names, or add 'tp': 1 to `axes` if there are no such axes",
         ),
         (
             lambda: linear(((8, 1), None), axes={"dp": 8}),
-            "`plan` got axes (dp 8), but no pin names an axis\n"
+            "`plan` got axes (dp 8), but no strategy names an axis\n"
             "remove `axes`, or pin modules with entries such as {'dp': 0}",
         ),
         (

@@ -51,3 +51,17 @@ def test_a_count_that_is_a_python_number_is_not_rounded() -> None:
     mean.sum().backward()
     assert mean.item() == 1.0 / 0.1
     assert total.grad is not None and total.grad.item() == 1.0 / 0.1
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool], ids=str)
+@pytest.mark.usefixtures("ranks")
+def test_a_mean_of_counts_is_a_fraction(dtype: torch.dtype) -> None:
+    mean = sw.global_mean(torch.tensor([1, 0]).to(dtype), torch.tensor([4]))
+    assert mean.dtype == torch.float32
+    assert mean.tolist() == [0.25, 0.0]
+
+
+@pytest.mark.usefixtures("ranks")
+def test_a_count_with_several_values_is_refused() -> None:
+    with pytest.raises(sw.DataError, match=r"`count` of `global_mean` is a tensor of shape \(3,\)"):
+        sw.global_mean(torch.ones(3), torch.ones(3))

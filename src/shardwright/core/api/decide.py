@@ -215,7 +215,7 @@ def plan_task(
         batch_dims = other_sample_dims(graph)
     model = CapturedModel(
         graph,
-        pins_of(graph, options.axis_matrix),
+        pins_of(graph, options.axis_matrix, options.dataset_strategy),
         () if isinstance(net, Graph) else tuple(name for name, _ in net.named_modules()),
         net.training if isinstance(net, nn.Module) else True,
         loss_reduction,

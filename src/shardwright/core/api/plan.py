@@ -141,7 +141,8 @@ def plan(
             then the plan or the error, and the program of rank 0; in a process group by rank 0.
         dataset_strategy: `full_batch` (every rank passes the global batch and reads its shard),
             `data_parallel` (every rank of a stage passes a local batch of equal size), or a tuple
-            with an entry (shard counts, a layout, or None) for each tensor input.
+            with an entry (shard counts, a layout, named axes as in `sw.shard`, or None) for each
+            tensor input.
         stage_config: index of the pipeline stage of each module, by module name; replaces `stages`.
         axes: the number of devices along each axis that pins name, the outermost axis first, such
             as `{"dp": 2, "tp": 4}`; their product is the number of devices of a stage. Axes of pins

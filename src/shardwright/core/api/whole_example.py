@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwright.core.constraints import requested_dataset_strategy
+from shardwright.core.constraints.named_strategy import AxisDims, entry_with_layout
 from shardwright.core.layout.layout import TensorLayout
 from shardwright.core.partition.pipeline_spec import AUTO
 from shardwright.core.planner.options import KeywordOptions
@@ -45,7 +47,7 @@ def _get_input_shard_counts(
     options: KeywordOptions, tensors: list[Tensor]
 ) -> list[tuple[int, ...]]:
     """Return, for each input tensor, the number of shards of each dimension."""
-    strategy, stages = options.dataset_strategy, options.stages
+    strategy, stages = requested_dataset_strategy(options.dataset_strategy), options.stages
     counts: list[tuple[int, ...]] = [(1,) * tensor.ndim for tensor in tensors]
     if strategy == "data_parallel":
         if stages == AUTO:
@@ -67,7 +69,13 @@ def _get_input_shard_counts(
         ]
     elif not isinstance(strategy, str):
         # Their number is checked by the planner, which names the inputs.
-        for index, (entry, tensor) in enumerate(zip(strategy, tensors, strict=False)):
+        for index, (requested, tensor) in enumerate(zip(strategy, tensors, strict=False)):
+            # Names of axes without sizes are left to the planner's error, too.
+            if isinstance(requested, AxisDims) and options.axis_matrix is None:
+                continue
+            entry = entry_with_layout(
+                "dataset_strategy", requested, tensor.ndim, options.axis_matrix
+            )
             shards = entry.shard_counts if isinstance(entry, TensorLayout) else entry
             # Entries that do not fit are left to the planner's error.
             if shards is not None and len(shards) == tensor.ndim:

@@ -7,8 +7,8 @@ sharding of the tensor follows from the entries of the other tensors.
 
 from shardwright.core.constraints.inputs import (
     DatasetStrategy,
-    check_dataset_strategy,
     input_entries,
+    requested_dataset_strategy,
     sharded_input_axes,
 )
 from shardwright.core.constraints.resolve import ResolvedConstraints, requested_storage, resolve
@@ -25,11 +25,11 @@ __all__ = [
     "Entry",
     "OperatorStrategy",
     "ResolvedConstraints",
-    "check_dataset_strategy",
     "check_entries",
     "check_entry",
     "entry_text",
     "input_entries",
+    "requested_dataset_strategy",
     "requested_storage",
     "resolve",
     "sharded_input_axes",

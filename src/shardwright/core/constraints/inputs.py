@@ -4,21 +4,27 @@ from __future__ import annotations
 
 from typing import Any
 
+from shardwright.core.constraints.named_strategy import (
+    RequestedEntry,
+    UserEntry,
+    entry_with_layout,
+    requested_entries,
+)
 from shardwright.core.constraints.resolve import axes_for_entry
-from shardwright.core.constraints.strategy import Entry, check_entries
+from shardwright.core.constraints.strategy import Entry
 from shardwright.core.graph.graph import Graph, Value
 from shardwright.core.layout.axes import Axes
 from shardwright.core.layout.layout import DeviceMatrix
 from shardwright.errors import StrategyError
 
-DatasetStrategy = str | tuple[Entry, ...]
+DatasetStrategy = str | tuple[UserEntry, ...]
 """`"full_batch"`, `"data_parallel"`, or one entry per tensor input of the model."""
 
 STRATEGY_NAMES = ("full_batch", "data_parallel")
 
 
-def check_dataset_strategy(strategy: Any) -> None:
-    """Validate a `dataset_strategy`.
+def requested_dataset_strategy(strategy: Any) -> str | tuple[RequestedEntry, ...]:
+    """Validate a `dataset_strategy`; entries that name axes are converted to `AxisDims`.
 
     Raises:
         StrategyError: if `strategy` is neither a name nor a tuple of entries.
@@ -30,32 +36,47 @@ def check_dataset_strategy(strategy: Any) -> None:
                 "use 'full_batch' (every device receives the full batch), 'data_parallel' (every"
                 " device receives its own shard of the batch), or a tuple with one entry per input"
             )
-        return
-    check_entries("dataset_strategy", strategy)
+        return strategy
+    return requested_entries("dataset_strategy", strategy)
 
 
-def input_entries(graph: Graph, strategy: DatasetStrategy) -> dict[str, Entry]:
+def input_entries(
+    graph: Graph, strategy: DatasetStrategy, axes: DeviceMatrix | None = None
+) -> dict[str, Entry]:
     """Return the strategy entry of each tensor input, by input name; empty if `strategy` is a
     string such as `"full_batch"`.
+
+    Args:
+        graph: the captured graph.
+        strategy: the option of the user.
+        axes: the axes that entries may name, with their sizes.
 
     Raises:
         StrategyError: if the number of entries differs from the number of inputs.
     """
-    check_dataset_strategy(strategy)
-    if isinstance(strategy, str):
+    entries = requested_dataset_strategy(strategy)
+    if isinstance(entries, str):
         return {}
     inputs = graph.input_values
-    if len(strategy) != len(inputs):
+    if len(entries) != len(inputs):
         names = ", ".join(str(value) for value in inputs)
         raise StrategyError(
-            f"dataset_strategy has {len(strategy)} entries, but the model has {len(inputs)} tensor"
+            f"dataset_strategy has {len(entries)} entries, but the model has {len(inputs)} tensor"
             f" inputs: {names}\nuse one entry per input"
         )
-    return {value.name: entry for value, entry in zip(inputs, strategy, strict=True)}
+    return {
+        value.name: entry_with_layout(
+            f"dataset_strategy of input {value.name}", entry, len(value.shape), axes
+        )
+        for value, entry in zip(inputs, entries, strict=True)
+    }
 
 
 def sharded_input_axes(
-    graph: Graph, mesh: DeviceMatrix, strategy: DatasetStrategy
+    graph: Graph,
+    mesh: DeviceMatrix,
+    strategy: DatasetStrategy,
+    axes: DeviceMatrix | None = None,
 ) -> dict[str, tuple[Axes, ...]]:
     """Return the mesh axes that shard each dimension of the inputs that ranks pass as local shards,
     by input name.
@@ -65,7 +86,7 @@ def sharded_input_axes(
             valid values.
     """
     # Before the names, since this also validates them.
-    entries = input_entries(graph, strategy)
+    entries = input_entries(graph, strategy, axes)
     if strategy == "full_batch":
         return {}
     if strategy == "data_parallel":
@@ -74,11 +95,11 @@ def sharded_input_axes(
     for value in graph.input_values:
         # An input has no other tensor from which its sharding follows, so None is replicated.
         replicated: tuple[Axes, ...] = ((),) * len(value.shape)
-        axes = axes_for_entry(
+        of_input = axes_for_entry(
             f"input {value.name}", "dataset_strategy", value, entries[value.name], mesh, replicated
         )
-        if any(axes):
-            sharded[value.name] = axes
+        if any(of_input):
+            sharded[value.name] = of_input
     return sharded
 
 

@@ -154,9 +154,9 @@ def requested_strategy(inputs: Any, outputs: Any = None) -> PinnedStrategy:
                 )
             entries[name] = requested_entry(f"in_strategy of {name!r}", entry)
     else:
-        entries = _validate_entries("in_strategy", inputs)
+        entries = requested_entries("in_strategy", inputs)
     if outputs is not None:
-        outputs = _validate_entries("out_strategy", outputs)
+        outputs = requested_entries("out_strategy", outputs)
     # Only `plan` gets the sizes of axes, so names become layouts and positions there.
     by_name = isinstance(entries, Mapping)
     if by_name or any(isinstance(each, AxisDims) for each in (*entries, *(outputs or ()))):
@@ -164,12 +164,13 @@ def requested_strategy(inputs: Any, outputs: Any = None) -> PinnedStrategy:
     return OperatorStrategy(entries, outputs)
 
 
-def _validate_entries(option: str, entries: Any) -> tuple[RequestedEntry, ...]:
+def requested_entries(option: str, entries: Any) -> tuple[RequestedEntry, ...]:
+    """Validate a tuple of entries, each as `requested_entry` does."""
     if not isinstance(entries, tuple):
         # Raises an error: without a tuple it is unclear to which tensor an entry belongs.
         check_entries(option, entries)
     # `check_entries` accepts no mappings; `requested_entry` validates them below.
-    plain = tuple(None if isinstance(entry, Mapping) else entry for entry in entries)
+    plain = tuple(None if isinstance(entry, Mapping | AxisDims) else entry for entry in entries)
     check_entries(option, plain)
     return tuple(requested_entry(option, entry) for entry in entries)
 
@@ -248,25 +249,25 @@ def check_axis_names(names: Iterable[str], matrix: DeviceMatrix | None) -> None:
         if named:
             sizes = ", ".join(f"{axis!r}: …" for axis in named)
             raise StrategyError(
-                f"pins name the axes {_format_quoted_names(named)}, whose sizes are unknown\n"
+                f"strategies name the axes {_format_quoted_names(named)}, whose sizes are unknown\n"
                 f"pass the sizes to `plan`: axes={{{sizes}}}"
             )
         return
     if not named:
         raise StrategyError(
-            f"`plan` got axes ({matrix.sizes}), but no pin names an axis\n"
+            f"`plan` got axes ({matrix.sizes}), but no strategy names an axis\n"
             "remove `axes`, or pin modules with entries such as {'dp': 0}"
         )
     absent = [axis for axis in named if axis not in matrix.alias_names]
     # A size of 1 shards nothing, so its axis may be named or not.
     sizes_of_axes = zip(matrix.alias_names, matrix.device_matrix, strict=True)
     unnamed = [axis for axis, size in sizes_of_axes if size > 1 and axis not in named]
-    # Axes that `axes` lacks are skipped; together with an axis that no pin names they are likely to
-    # be misspelled.
+    # Axes that `axes` lacks are skipped; together with an axis that no strategy names they are
+    # likely to be misspelled.
     if absent and unnamed:
         raise StrategyError(
-            f"pins name the axes {_format_quoted_names(absent)}, which are not in axes"
-            f" ({matrix.sizes}), but no pin names {_format_quoted_names(unnamed)}\ncorrect the"
+            f"strategies name the axes {_format_quoted_names(absent)}, which are not in axes"
+            f" ({matrix.sizes}), but no strategy names {_format_quoted_names(unnamed)}\ncorrect the"
             f" names, or add {', '.join(f'{axis!r}: 1' for axis in absent)} to `axes` if there are"
             " no such axes"
         )

@@ -6,7 +6,7 @@ A pin is stored on the module, or on the function that `shard` returns; there is
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, TypeVar
@@ -154,12 +154,15 @@ class Pins:
     parameters: dict[str, Entry]
 
 
-def pins_of(graph: Graph, axes: DeviceMatrix | None = None) -> Pins:
+def pins_of(
+    graph: Graph, axes: DeviceMatrix | None = None, dataset_strategy: Iterable[object] = ()
+) -> Pins:
     """Collect the pins of a captured graph, by operator name and by parameter name.
 
     Args:
         graph: the captured graph.
         axes: the axes that entries may name, with their sizes.
+        dataset_strategy: entries of the inputs of the model, which may name axes too.
 
     Raises:
         StrategyError: if a pin matches no operator or several, two pins of one operator differ, or
@@ -174,7 +177,8 @@ def pins_of(graph: Graph, axes: DeviceMatrix | None = None) -> Pins:
         entry for _, pin in _iterate_pinned_modules(graph) for entry in pin.parameters.values()
     ]
     # Before any layout is made, which needs the sizes of the axes that it names.
-    check_axis_names(axis_names_of([*(strategy for _, strategy in requested), *stored]), axes)
+    strategies_of_operators = (strategy for _, strategy in requested)
+    check_axis_names(axis_names_of([*strategies_of_operators, *stored, *dataset_strategy]), axes)
     strategies: dict[str, OperatorStrategy] = {}
     for op, strategy in requested:
         # Each operator by itself: positions of arguments and numbers of dimensions differ.

@@ -274,7 +274,7 @@ def _search_with_mode(model: CapturedModel, options: PlanOptions, mode: str) -> 
     graph, pins = model.graph, model.pins
     check_takes_pins(mode, pins.strategies)
     pipeline = pipeline_spec(options, graph, model.modules, model.loss_reduction, model.batch_dims)
-    entries = input_entries(graph, options.dataset_strategy)
+    entries = input_entries(graph, options.dataset_strategy, options.axis_matrix)
     # All stages have the same device matrix, so one search decides the operators of all of them.
     stage_devices = options.devices // pipeline.stages
     # `resolve` puts the axes that fit into a node innermost, over the fastest links.
@@ -284,7 +284,9 @@ def _search_with_mode(model: CapturedModel, options: PlanOptions, mode: str) -> 
         else options.resolved_cluster.inner_group_sizes(options.devices)
     )
     fixed = resolve(graph, stage_devices, pins.strategies, {**pins.parameters, **entries}, nodes)
-    sharded_inputs = sharded_input_axes(graph, fixed.mesh, options.dataset_strategy)
+    sharded_inputs = sharded_input_axes(
+        graph, fixed.mesh, options.dataset_strategy, options.axis_matrix
+    )
     timed_step = options.timed_step(pipeline)
     request = SearchRequest(
         *(graph, fixed.mesh, fixed.cuts, fixed.outputs, sharded_inputs, timed_step),

@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal, Self
 
 import torch
 
-from shardwright.core.constraints import DatasetStrategy, check_dataset_strategy
+from shardwright.core.constraints import DatasetStrategy, requested_dataset_strategy
 from shardwright.core.cost.cluster import LOCAL, Cluster
 from shardwright.core.cost.clusters import load_cluster
 from shardwright.core.layout.axes import MAX_DEVICES
@@ -161,7 +161,8 @@ class KeywordOptions(FileOptions):
             # One form, so that options with equal axes are equal.
             matrix = Layout(tuple(self.axes.values()), tuple(self.axes))
             object.__setattr__(self, "axes", matrix)
-        check_dataset_strategy(self.dataset_strategy)
+        strategy = requested_dataset_strategy(self.dataset_strategy)
+        object.__setattr__(self, "dataset_strategy", strategy)
         for name in ("stages", "schedule"):
             if getattr(self, name) == AUTO and self.stage_config is not None:
                 raise StrategyError(

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.core.agreement.collective import has_other_ranks
+from shardwright.errors import DataError
 
 
 def global_mean(total: Tensor, count: Tensor | float) -> Tensor:
@@ -22,18 +23,30 @@ def global_mean(total: Tensor, count: Tensor | float) -> Tensor:
         loss = sw.global_mean(total, (y != -100).sum())
 
     Args:
-        total: sum over the local batch of this rank, of any shape; floating-point.
+        total: sum over the local batch of this rank, of any shape and dtype; float32 represents
+            sums of integers, such as numbers of correct predictions.
         count: number of samples, or sum of weights, of the local batch; no gradient flows into it.
 
     Returns:
         The sum of `total` over all ranks divided by the sum of `count` over all ranks, in the shape
         of `total`; NaN if the counts of all ranks are 0.
+
+    Raises:
+        DataError: if `count` has several values.
     """
     if isinstance(count, Tensor):
-        count = count.detach()
+        if count.numel() != 1:
+            raise DataError(
+                f"`count` of `global_mean` is a tensor of shape {tuple(count.shape)}\npass one"
+                " number for all samples of this rank, such as `(y != -100).sum()`"
+            )
+        count = count.detach().reshape(())
     else:
         # A Python number would otherwise be rounded to the default dtype.
         count = torch.tensor(count, dtype=torch.float64)
+    if not (total.is_floating_point() or total.is_complex()):
+        # A mean of integers is not an integer.
+        total = total.float()
     if not has_other_ranks():
         return (total.to(_get_accumulation_dtype(total)) / count).to(total.dtype)
     mean: Tensor = _GlobalMeanFunction.apply(total, count)  # type: ignore[no-untyped-call]
