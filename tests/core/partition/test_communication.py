@@ -53,3 +53,19 @@ def test_a_program_has_buckets_whose_reduction_overlaps_unless_they_are_small(
     storage = default_storage(graph, mesh, cuts)
     (chunk,) = Partitioned(graph, mesh, Decisions(cuts, storage)).chunks
     assert len(chunk.communication.buckets) == num_buckets
+
+
+def test_buckets_are_of_equal_size_however_the_sizes_of_parameters_alternate() -> None:
+    layers = [layer for _ in range(4) for layer in (nn.Linear(512, 1024), nn.Linear(1024, 512))]
+    with torch.device("meta"):
+        net = nn.Sequential(*layers, nn.Linear(512, 8))
+        graph = sw.capture(net, (torch.zeros(4, 512),))
+    mesh = prime_mesh(2)
+    cuts = data_parallel(graph, mesh)
+    (chunk,) = Partitioned(graph, mesh, Decisions(cuts, default_storage(graph, mesh, cuts))).chunks
+    sizes = [
+        sum(member.value.numel for member in bucket.members)
+        for bucket in chunk.communication.buckets
+    ]
+    assert len(sizes) == 2
+    assert max(sizes) < 1.1 * min(sizes)

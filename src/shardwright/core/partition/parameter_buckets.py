@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
+from math import ceil, prod
 
 from shardwright.core.graph.graph import Graph, Origin, Value
 from shardwright.core.graph.saved_tensors import needed_in_backward
@@ -167,8 +167,8 @@ def buckets(
     """Return the buckets of all parameters, in order of first use.
 
     A bucket has at most `decisions.bucket_bytes` of gathered parameters, or a single larger
-    parameter. It also has at most a quarter of all gathered parameters, or 1 MiB if that is more,
-    so that there are several buckets to overlap.
+    parameter. Parameters are divided evenly into buckets of about half of all gathered parameters,
+    or 1 MiB if that is more, so that there are several buckets to overlap.
 
     Args:
         routes: transfers to each input of an operator, by (operator name, input index).
@@ -209,12 +209,11 @@ def buckets(
             use.segment, use.trained = None, use.trained or route[-1].trained
     # A step has at least `MIN_BUCKETS` buckets to overlap, unless latency would outweigh the
     # overlap.
-    max_bytes = max(
+    mean_bytes = max(
         sum(map(_count_gathered_bytes, uses.values())) // MIN_BUCKETS, SMALL_BUCKET_BYTES
     )
-    return _group_uses_into_buckets(
-        uses.values(), stored_layouts, level, min(max_bytes, decisions.bucket_bytes)
-    )
+    groups = _group_uses_into_buckets(uses.values(), mean_bytes, decisions.bucket_bytes)
+    return _make_buckets(groups, stored_layouts, level)
 
 
 @dataclass
@@ -250,26 +249,58 @@ class _BucketedParameterUse:
 
 
 def _group_uses_into_buckets(
-    uses: Iterable[_BucketedParameterUse],
+    uses: Iterable[_BucketedParameterUse], mean_bytes: int, max_bytes: int
+) -> list[list[_BucketedParameterUse]]:
+    """Divide uses with equal keys evenly into groups of about `mean_bytes` and at most `max_bytes`.
+
+    Groups are in order of first use, so that a bucket is gathered shortly before all of its
+    parameters are read, and reduced as soon as the last gradient is computed.
+    """
+    # Uses with different keys alternate, such as weights and norms that are sharded over different
+    # axes.
+    uses_of_key: dict[tuple[object, ...], list[tuple[int, _BucketedParameterUse]]] = {}
+    for position, use in enumerate(uses):
+        uses_of_key.setdefault(use.bucket_key, []).append((position, use))
+    groups = [
+        group
+        for numbered_uses in uses_of_key.values()
+        for group in _divide_evenly(numbered_uses, min(mean_bytes, max_bytes), max_bytes)
+    ]
+    groups.sort(key=lambda group: group[0][0])
+    return [[use for _, use in group] for group in groups]
+
+
+def _divide_evenly(
+    numbered_uses: Sequence[tuple[int, _BucketedParameterUse]], mean_bytes: int, max_bytes: int
+) -> list[list[tuple[int, _BucketedParameterUse]]]:
+    """Divide uses into consecutive groups, without a small last one: each bucket costs a
+    collective."""
+    sizes = [_count_gathered_bytes(use) for _, use in numbered_uses]
+    remaining_bytes = sum(sizes)
+    remaining_groups = ceil(remaining_bytes / mean_bytes)
+    groups: list[list[tuple[int, _BucketedParameterUse]]] = [[]]
+    group_bytes = 0
+    for numbered_use, size in zip(numbered_uses, sizes, strict=True):
+        # A group ends where it is closest to an equal part of what is left.
+        is_complete = remaining_groups > 1 and (
+            (group_bytes + size / 2) * remaining_groups > remaining_bytes
+        )
+        # A parameter larger than `max_bytes` is the only member of its bucket.
+        if group_bytes and (is_complete or group_bytes + size > max_bytes):
+            groups.append([])
+            remaining_bytes -= group_bytes
+            remaining_groups -= 1
+            group_bytes = 0
+        groups[-1].append(numbered_use)
+        group_bytes += size
+    return groups
+
+
+def _make_buckets(
+    groups: Iterable[Sequence[_BucketedParameterUse]],
     stored_layouts: Mapping[Value, TensorLayout],
     level: str,
-    max_bytes: int,
 ) -> tuple[Bucket, ...]:
-    # One open group per key, as uses with different keys alternate, such as weights and norms that
-    # are sharded over different axes.
-    groups: list[list[_BucketedParameterUse]] = []
-    open_groups: dict[tuple[object, ...], tuple[list[_BucketedParameterUse], int]] = {}
-    for use in uses:
-        use_bytes = _count_gathered_bytes(use)
-        # In order of use, so that a bucket is gathered shortly before all of its parameters are
-        # read, and reduced as soon as the last gradient is computed.
-        group, group_bytes = open_groups.get(use.bucket_key, ([], 0))
-        # A parameter larger than `max_bytes` is the only member of its bucket.
-        if not group or group_bytes + use_bytes > max_bytes:
-            group, group_bytes = [], 0
-            groups.append(group)
-        group.append(use)
-        open_groups[use.bucket_key] = (group, group_bytes + use_bytes)
     num_uses: dict[Value, int] = {}
 
     def member(use: _BucketedParameterUse) -> BucketMember:
