@@ -28,14 +28,30 @@ class GatheredView:
     Args:
         packed: the bucket of the parameter.
         member: index of the parameter in the bucket.
-        size, stride, offset: geometry of the view, in elements of the gathered parameter's storage.
+        dtype: dtype of the view, which differs from the parameter's for `view_as_complex`.
+        size, stride, offset: geometry of the view, in elements of `dtype` of the storage.
+        is_conj, is_neg: whether the view is the lazy conjugate or negative of that memory.
     """
 
     packed: PackedBucket
     member: int
+    dtype: torch.dtype
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
+    is_conj: bool
+    is_neg: bool
+
+    def of(self, member: Tensor) -> Tensor:
+        """Return the view of `member`, the gathered parameter."""
+        if member.dtype != self.dtype:
+            # The bytes of all full elements of `dtype`; `Tensor.view` refuses the rest.
+            size = self.dtype.itemsize
+            used = member.numel() * member.itemsize // size * size // member.itemsize
+            member = member.as_strided((used,), (1,), 0).view(self.dtype)
+        view = member.as_strided(self.size, self.stride, self.offset)
+        view = view.conj() if self.is_conj else view
+        return view.neg() if self.is_neg else view
 
 
 @dataclass(eq=False)
@@ -115,7 +131,8 @@ class RegatherRun:
             self.order.remove(packed)
         self.order.append(packed)
         geometry = (tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
-        return GatheredView(packed, member, *geometry)
+        lazy = tensor.is_conj(), tensor.is_neg()
+        return GatheredView(packed, member, tensor.dtype, *geometry, *lazy)
 
     def unpack(self, saved: Tensor | GatheredView) -> Tensor:
         """Return the tensor that `pack` replaced by `saved`; gather the bucket of the tensor if it
@@ -142,8 +159,7 @@ class RegatherRun:
             assert packed.tensors is not None
             # Every gather gives a member the same memory layout, so the geometry of the saved view
             # applies.
-            member = packed.tensors[saved.member]
-            view = member.as_strided(saved.size, saved.stride, saved.offset)
+            view = saved.of(packed.tensors[saved.member])
         packed.unresolved -= 1
         if not packed.unresolved:
             packed.free()

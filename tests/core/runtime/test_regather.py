@@ -1,0 +1,43 @@
+"""Gathered parameters that the backward pass gathers again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardwright as sw
+
+PLAN = {"mode": "data_parallel", "hsdp": {"level": "level3", "threshold": 0}}
+
+
+class Spectral(nn.Module):
+    """Multiply samples by one parameter, as seen by `view`."""
+
+    def __init__(self, weight: Tensor, view: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.weight, self.bias, self.view = nn.Parameter(weight), nn.Parameter(torch.ones(3)), view
+
+    def forward(self, x: Tensor) -> Tensor:
+        product = self.view(self.weight) * (x * self.bias).exp()
+        return product.abs().square().mean()
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "view"),
+    [
+        ((2, 3, 2), torch.float32, torch.view_as_complex),
+        ((3, 3, 2), torch.float32, lambda weight: torch.view_as_complex(weight)[1:].conj()),
+        ((2, 3), torch.complex64, lambda weight: torch.view_as_real(weight)[..., 0]),
+        ((2, 3), torch.complex64, lambda weight: weight.conj().imag),
+    ],
+)
+def test_views_of_another_dtype_are_gathered_as_such(
+    shape: tuple[int, ...], dtype: torch.dtype, view: Callable[[Tensor], Tensor]
+) -> None:
+    torch.manual_seed(0)
+    model, x = Spectral(torch.randn(shape, dtype=dtype), view), (torch.randn(8, 2, 3),)
+    plan = sw.plan(model, x, devices=2, **PLAN)
+    assert sw.check(model, x, None, plan).passes()
