@@ -246,3 +246,18 @@ def test_no_plan_needs_less_than_the_bound_that_takes_no_dry_run(
         )
         for least, stage in bounds:
             assert stage.parameters + stage.optimizer < least <= stage.peak
+
+
+@pytest.mark.parametrize("level", ["level1", "level2"])
+@pytest.mark.parametrize("is_recomputed", [False, True])
+def test_the_bound_counts_what_a_single_micro_batch_gathers_for_its_backward_pass(
+    level: str, is_recomputed: bool
+) -> None:
+    net, args, kwargs = llama(**SIZES)
+    for layer in net.get_submodule("model.layers").children() if is_recomputed else ():
+        sw.recompute(layer)
+    hsdp = OptimizerParallel(level, threshold=0)
+    plan = sw.plan(net, args, kwargs, devices=4, mode="data_parallel", hsdp=hsdp)
+    (least,), (stage,) = memory_lower_bounds(plan.partitioned, "adamw"), of_plan(plan).stages
+    weights = [m.weight.nbytes for m in net.modules() if isinstance(m, torch.nn.Linear)]
+    assert stage.parameters + stage.optimizer + sum(weights) < least <= stage.peak

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from math import prod
 
 import torch
@@ -16,10 +17,12 @@ from shardwright.core.cost.optimizer_state import (
     table_shapes_of,
 )
 from shardwright.core.graph.graph import Value
-from shardwright.core.layout.layout import interned_layout
+from shardwright.core.graph.local_map import is_opaque
+from shardwright.core.graph.saved_tensors import needed_in_backward
+from shardwright.core.layout.layout import TensorLayout, interned_layout
 from shardwright.core.partition.chunk import Chunk
 from shardwright.core.partition.communication import default_storage, initial_layout
-from shardwright.core.partition.decisions import ZERO_LEVELS
+from shardwright.core.partition.decisions import ZERO_LEVELS, Decisions
 from shardwright.core.partition.partitioned import Partitioned
 
 
@@ -32,7 +35,9 @@ def memory_lower_bounds(
     The bound needs no dry run. It is the sum of
 
     - stored parameters, their gradients and optimizer state,
-    - parameters and gradients that the ZeRO level leaves unsharded between micro-batches,
+    - parameters and gradients that the ZeRO level leaves unsharded between micro-batches; with a
+      single micro-batch, in place of gradients if that is more, the gathered parameters that are
+      alive between its passes,
     - the inputs of all micro-batches, and
     - the tensors that one micro-batch receives from the previous chunk.
 
@@ -46,11 +51,14 @@ def memory_lower_bounds(
         shards = trained_shards(chunks, table_shapes)
         # Trained parameters only: without the frozen ones the sum is still a lower bound.
         stored = sum(prod(shard.shape) * shard.dtype.itemsize for shard in shards)
-        # The second `stored` is the gradients, which the optimizer reads in the layout of storage.
-        needed = stored + optimizer_bytes(optimizer, shards).state + stored
-        # With one micro-batch these live within its passes only, and need not be alive at the peak.
+        # The gradients, which the optimizer reads in the layout of storage.
+        live = stored
         if partitioned.pipeline.micro_batches > 1:
-            needed += sum(map(_live_bytes_between_micro_batches, chunks))
+            live += sum(map(_live_bytes_between_micro_batches, chunks))
+        else:
+            # There are no gradients yet between the passes of the only micro-batch.
+            live = max(live, *map(_gathered_bytes_between_passes, chunks))
+        needed = stored + optimizer_bytes(optimizer, shards).state + live
         inputs = sum(_input_bytes(chunk, leaves) for chunk in chunks)
         # The largest: the received tensors of two chunks need not be alive at the same time.
         received = max(received_bytes(chunk) for chunk in chunks)
@@ -71,24 +79,40 @@ def _input_bytes(chunk: Chunk, model_inputs: set[Value]) -> int:
     )
 
 
+def _gathered_bytes_between_passes(chunk: Chunk) -> int:
+    """Return the bytes of gathered parameters that stay alive from the forward to the backward pass
+    of a micro-batch, whatever is recomputed."""
+    # level3 gathers them again, and a recomputed segment keeps its inputs at other levels.
+    if not _keeps_gathered(chunk.decisions):
+        return 0
+    graph, gathered_bytes = chunk.graph, 0
+    read_in_backward = {
+        graph.by_name[name].inputs[index]
+        for name, index in needed_in_backward(graph)
+        # Assumed to read all inputs.
+        if not is_opaque(graph.by_name[name].target)
+    }
+    for value, stored, as_used in _trained_layouts(chunk):
+        if value in read_in_backward and stored.axes != as_used.axes:
+            gathered_bytes += prod(as_used.shard_shape(value.shape)) * value.itemsize
+    return gathered_bytes
+
+
 def _live_bytes_between_micro_batches(chunk: Chunk) -> int:
     """Return the bytes of parameters and gradients that stay alive between the micro-batches of a
     step, beyond the stored shards.
 
     They are gathered or cast copies of parameters, and with ZeRO-1 full gradients.
     """
-    mesh, decisions = chunk.mesh, chunk.decisions
+    decisions = chunk.decisions
     level = None if decisions.sharding is None else decisions.sharding.level
-    parameters = [each for each in chunk.graph.parameters if each.requires_grad]
-    keeps_gathered = level in (ZERO_LEVELS[0], ZERO_LEVELS[1])
+    keeps_gathered = _keeps_gathered(decisions)
+    trained = [each for each in chunk.graph.parameters if each.requires_grad]
     # Neither a second copy nor a full gradient, whatever the layouts are.
-    if not keeps_gathered and all(each.dtype == each.stored_dtype for each in parameters):
+    if not keeps_gathered and all(each.dtype == each.stored_dtype for each in trained):
         return 0
-    used_axes = default_storage(chunk.graph, mesh, decisions.cuts)
     unsharded_bytes = 0
-    for value in parameters:
-        as_used = interned_layout(mesh, used_axes[value.name])
-        stored = initial_layout(value, mesh, decisions)
+    for value, stored, as_used in _trained_layouts(chunk):
         full_numel, shard_numel = (
             prod(each.shard_shape(value.shape)) for each in (as_used, stored)
         )
@@ -104,3 +128,17 @@ def _live_bytes_between_micro_batches(chunk: Chunk) -> int:
             if level == ZERO_LEVELS[0]:
                 unsharded_bytes += (full_numel - shard_numel) * value.stored_dtype.itemsize
     return unsharded_bytes
+
+
+def _keeps_gathered(decisions: Decisions) -> bool:
+    """Whether the ZeRO level keeps gathered parameters until the backward pass has read them."""
+    return decisions.sharding is not None and decisions.sharding.level != ZERO_LEVELS[2]
+
+
+def _trained_layouts(chunk: Chunk) -> Iterator[tuple[Value, TensorLayout, TensorLayout]]:
+    """Yield each trained parameter with its layouts (as stored, as used)."""
+    used_axes = default_storage(chunk.graph, chunk.mesh, chunk.decisions.cuts)
+    for value in chunk.graph.parameters:
+        if value.requires_grad:
+            stored = initial_layout(value, chunk.mesh, chunk.decisions)
+            yield value, stored, interned_layout(chunk.mesh, used_axes[value.name])
