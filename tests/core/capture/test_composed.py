@@ -38,6 +38,9 @@ FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "gradient": (lambda x: torch.gradient(x, dim=1)[0], randn(6, 4)),
     "norm": (lambda x: torch.linalg.matrix_norm(x, 2), randn(6, 3, 2)),
     "changes a copy": (lambda x: torch.permute_copy(x, (1, 0)).mul_(2) + x.T, randn(6, 4)),
+    "cosine": (F.cosine_similarity, randn(6, 4), randn(6, 4)),
+    "extremes": (lambda x: torch.aminmax(x, dim=1), randn(6, 4)),
+    "distance": (torch.dist, randn(6, 4), randn(6, 4)),
     "copies": (lambda x: torch.unbind_copy(x, 1), randn(6, 2)),
 }
 
@@ -47,5 +50,28 @@ def test_all_parts_have_rules_and_any_plan_equals_eager(name: str) -> None:
     net, scale = Composed(*FUNCTIONS[name]), torch.tensor(1.5)
     graph = sw.capture(net, (scale,))
     assert [op for op in graph.ops if rule_of(op) is None] == []
+    result = sw.check(net, (scale,), {}, random_plan(graph, 6, seed=3))
+    assert result.passes(1e-9), result
+
+
+@pytest.mark.parametrize("reduce", ["mean", "prod", "amax", "amin"])
+@pytest.mark.parametrize("include_self", [True, False])
+@pytest.mark.parametrize("in_place", [True, False])
+def test_indexed_reductions_shard_their_rows(reduce: str, include_self: bool, in_place: bool):
+    index = torch.tensor([0, 2, 2, 0, 1, 2])
+
+    def function(x: Tensor, rows: Tensor) -> Tensor:
+        if in_place:
+            x = x.mul(1)
+            x.scatter_reduce_(
+                0, index[:, None].expand(-1, 4), rows, reduce, include_self=include_self
+            )
+            return x * 2
+        return x.index_reduce(0, index, rows, reduce, include_self=include_self)
+
+    net, scale = Composed(function, randn(4, 4), randn(6, 4)), torch.tensor(1.5)
+    graph = sw.capture(net, (scale,))
+    rules = {str(rule_of(op)) for op in graph.ops}
+    assert "v s, e s, e s -> v s" in rules
     result = sw.check(net, (scale,), {}, random_plan(graph, 6, seed=3))
     assert result.passes(1e-9), result

@@ -3,6 +3,7 @@ import torch
 from torch import Tensor, randn
 
 from core.rules.oracle import check, operator_name
+from shardwright.core.graph.custom_ops import padded_convolution
 
 aten = torch.ops.aten
 
@@ -30,6 +31,28 @@ def test_batch_and_both_channels_may_be_cut(target, x, w, rest) -> None:
     assert found.reduced == {"k"}
     assert found.main is not None
     assert found.main.exclusive == (("j", "k"),)
+
+
+@pytest.mark.parametrize("mode", ["constant", "reflect", "replicate", "circular"])
+@pytest.mark.parametrize(
+    ("stride", "pad", "width"), [(1, [1, 1, 1, 1], 3), (2, [0, 1, 0, 1], 3), (2, [2, 0, 1, 1], 4)]
+)
+def test_padding_before_a_convolution_leaves_space_divisible(
+    mode: str, stride: int, pad: list[int], width: int
+) -> None:
+    options = ([stride] * 2, [1, 1], 1, pad, mode)
+    found = check(padded_convolution, r(2, 4, 8, 12), r(6, 4, width, width), *options)
+    assert str(found) == "b k s t, j k _ _ -> b j s t"
+    assert found.capacity["s"] >= 2
+    assert found.capacity["t"] == 12 // stride or mode == "reflect" or width == 4
+
+
+def test_padded_rows_of_depthwise_and_unbatched_convolutions() -> None:
+    options = ([1, 1], [2, 1], 4, [1, 1, 2, 2], "constant", 3.0)
+    found = check(padded_convolution, r(2, 4, 8, 12), r(8, 1, 3, 3), *options)
+    assert str(found) == "b g s t, g _ _ _ -> b g s t"
+    found = check(padded_convolution, r(4, 12), r(6, 4, 3), [1], [1], 1, [2, 0], "replicate")
+    assert str(found) == "k s, j k _ -> j s"
 
 
 @pytest.mark.parametrize("transposed", [False, True])

@@ -10,6 +10,7 @@ from shardwright.core.graph.custom_ops import cross_entropy
 from shardwright.core.rules import rule_of
 from shardwright.core.rules.rule import LocalSharding, Reduce
 
+aten = torch.ops.aten
 F64 = torch.float64
 
 
@@ -136,3 +137,33 @@ def test_half_precision_is_summed_in_single_precision() -> None:
     found = rule_of(op)
     assert found is not None
     assert {r.dtype for r in found.reductions(op, {"b": 2, "v": 2})} == {torch.float32}
+
+
+UNEVEN = torch.tensor([[0, 1], [-100, 3], [-100, -100], [2, 2], [0, -100], [-100, -100]])
+"""Targets of 6 rows, valid ones unevenly spread."""
+
+
+@pytest.mark.parametrize("reduction", [0, 1, 2])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_log_probabilities_of_classes(reduction, weighted) -> None:
+    weight = (Buffer(torch.arange(4, dtype=F64) + 1),) if weighted else (None,)
+    found = check(aten.nll_loss_nd.default, r(6, 4, 2), UNEVEN, *weight, reduction)
+    assert set(found.factors) == {"b", "v", "s"}
+    assert check(aten.nll_loss_nd.default, r(6, 4), UNEVEN[:, 0], *weight, reduction).factors
+    assert check(aten.nll_loss.default, r(6, 4), UNEVEN[:, 1], *weight, reduction).factors
+    image = r(6, 4, 2, 1), UNEVEN.unsqueeze(-1)
+    assert check(aten.nll_loss2d.default, *image, *weight, reduction).factors
+
+
+@pytest.mark.parametrize("ignored", [0, 3])
+def test_log_probabilities_of_a_class_may_be_ignored(ignored: int) -> None:
+    check(aten.nll_loss_nd.default, r(6, 4), randint(4, (6,)), None, 1, ignored)
+
+
+def test_valid_targets_are_counted_only_for_a_mean() -> None:
+    for reduction, expected in ((0, 0), (1, 1), (2, 0)):
+        op = op_of(aten.nll_loss_nd.default, r(6, 4), UNEVEN[:, 0], None, reduction)
+        found = rule_of(op)
+        assert found is not None
+        assert len(found.reductions(op, {"b": 2})) == expected
+        assert found.reductions(op, {"b": 1}) == ()

@@ -29,7 +29,6 @@ def test_joined_dimensions_stay_whole() -> None:
         (aten.chunk.default, (2, -1), "b _ -> b _, b _"),
         (aten.tensor_split.sections, (2, 1), "b _ -> b _, b _"),
         (aten.unbind.int, (), "_ s -> s, s, s, s"),
-        (aten.select.int, (1, 2), "b _ -> b"),
         (aten.narrow.default, (0, 1, 2), "_ s -> _ s"),
         (aten.slice.Tensor, (1, 1, 3), "b _ -> b _"),
         (aten.slice.Tensor, (0, 0, 9223372036854775807), "b s -> b s"),
@@ -42,6 +41,14 @@ def test_joined_dimensions_stay_whole() -> None:
 )
 def test_what_is_split_or_sliced_stays_whole(target, arguments, text) -> None:
     assert str(check(target, randn(4, 6), *arguments)) == text
+
+
+@pytest.mark.parametrize("index", [0, 3, -1])
+def test_the_shard_with_a_selected_row_is_the_only_term_of_a_sum(index: int) -> None:
+    found = check(aten.select.int, randn(4, 6), 1, index)
+    assert str(found) == "b s -> b"
+    assert found.reduced == {"s"}
+    assert str(check(aten.select.int, randn(4, 6) > 0, 1, index)) == "b _ -> b"
 
 
 def test_slices_that_are_written_stay_whole() -> None:

@@ -3,8 +3,7 @@ import torch
 from torch import Tensor, rand, randint, randn
 from torch.nn import Buffer
 
-from core.rules.oracle import check, op_of
-from shardwright.core.rules import rule_of
+from core.rules.oracle import check
 
 aten = torch.ops.aten
 F64 = torch.float64
@@ -63,35 +62,6 @@ def test_weights_of_a_binary_loss_are_broadcast() -> None:
 def test_pairs_are_compared_row_by_row(reduction) -> None:
     loss = aten.cosine_embedding_loss.default
     assert check(loss, r(6, 4), r(6, 4), signs(6), 0.1, reduction).factors == ("b",)
-
-
-UNEVEN = torch.tensor([[0, 1], [-100, 3], [-100, -100], [2, 2], [0, -100], [-100, -100]])
-"""Targets of 6 rows, valid ones unevenly spread."""
-
-
-@pytest.mark.parametrize("reduction", [0, 1, 2])
-@pytest.mark.parametrize("weighted", [False, True])
-def test_log_probabilities_of_classes(reduction, weighted) -> None:
-    weight = (Buffer(torch.arange(4, dtype=F64) + 1),) if weighted else (None,)
-    found = check(aten.nll_loss_nd.default, r(6, 4, 2), UNEVEN, *weight, reduction)
-    assert set(found.factors) == {"b", "s"}
-    assert check(aten.nll_loss_nd.default, r(6, 4), UNEVEN[:, 0], *weight, reduction).factors
-    assert check(aten.nll_loss.default, r(6, 4), UNEVEN[:, 1], *weight, reduction).factors
-    image = r(6, 4, 2, 1), UNEVEN.unsqueeze(-1)
-    assert check(aten.nll_loss2d.default, *image, *weight, reduction).factors
-
-
-def test_a_class_to_ignore_may_be_a_valid_one() -> None:
-    check(aten.nll_loss_nd.default, r(6, 4), randint(4, (6,)), None, 1, 0)
-
-
-def test_valid_targets_are_counted_only_for_a_mean() -> None:
-    for reduction, expected in ((0, 0), (1, 1), (2, 0)):
-        op = op_of(aten.nll_loss_nd.default, r(6, 4), UNEVEN[:, 0], None, reduction)
-        found = rule_of(op)
-        assert found is not None
-        assert len(found.reductions(op, {"b": 2})) == expected
-        assert found.reductions(op, {"b": 1}) == ()
 
 
 @pytest.mark.parametrize("reduction", [0, 1, 2])

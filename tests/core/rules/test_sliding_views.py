@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -40,12 +41,15 @@ def test_constants_pad_the_outermost_shards() -> None:
     found = check(aten.constant_pad_nd.default, randn(2, 6, 6), [1, -1, 2, 0], 7.0)
     assert str(found) == "b s t -> b s t"
     assert str(check(aten.pad.default, randn(2, 4, 6), [0, 0, 0, 1])) == "b _ t -> b _ t"
-    reflected = ([0, 0, 1, 1], "reflect")
-    assert str(check(aten.pad.default, randn(2, 4, 6), *reflected)) == "b _ t -> b _ t"
-    around = check(aten.pad.default, randn(2, 8, 6), [2, 1, 2, 2], "circular")
-    assert str(around) == "b s t -> b s t"
-    assert around.capacity["s"] == 4
-    assert str(check(aten.reflection_pad1d.default, randn(2, 4, 6), [2, 1])) == "b s _ -> b s _"
+
+
+@pytest.mark.parametrize(("mode", "shards"), [("circular", 6), ("replicate", 6), ("reflect", 3)])
+def test_rows_of_the_image_pad_the_outermost_shards(mode: str, shards: int) -> None:
+    padded = check(aten.pad.default, randn(2, 4, 12), [2, 4, 0, 0], mode)
+    assert str(padded) == "b s t -> b s t"
+    padded = check(aten.pad.default, randn(2, 12, 6), [2, 1, 2, 4], mode)
+    # A row that is mirrored is not the border itself.
+    assert padded.capacity["s"] == (3 if mode != "reflect" else 2)
 
 
 def test_rows_move_around_the_end() -> None:

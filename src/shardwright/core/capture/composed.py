@@ -2,7 +2,8 @@
 
 `torch._foreach_*` becomes one operator per tensor of the list, so that each tensor can have another
 layout. The mean of `scatter_reduce` becomes a sum divided by a count: partial sums can be
-all-reduced, partial means cannot.
+all-reduced, partial means cannot. Without `include_self` a count shows which elements keep their
+value.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from shardwright.core.capture.fx_nodes import ORIGIN, is_tensor, node_arguments, tensor
+from shardwright.core.rules.scattered import neutral_element
 from shardwright.core.torch_internals.operators import (
     OpOverload,
     call_composite,
@@ -24,10 +26,13 @@ from shardwright.core.torch_internals.operators import (
     schema_of,
 )
 
+aten = torch.ops.aten
+
 COMPOSED = frozenset(
     (
         *("atleast_1d", "atleast_2d", "atleast_3d", "cartesian_prod", "column_stack", "dsplit"),
         *("diag", "diagflat", "dstack", "hsplit", "hstack", "sum_to_size", "vsplit", "vstack"),
+        "cosine_similarity",
         *("chalf", "cross", "fft_fftshift", "fft_ifftshift", "fliplr", "flipud", "kron"),
         *("cumulative_trapezoid", "gradient", "trapezoid", "trapz", "nanquantile", "quantile"),
         *("gru_cell", "lstm_cell", "rnn_relu_cell", "rnn_tanh_cell"),
@@ -61,20 +66,35 @@ def _find_decomposition(node: fx.Node) -> Callable[..., Any] | None:
     target = node.target
     if not isinstance(target, OpOverload):
         return None
-    if target is torch.ops.aten.scatter_reduce.two:
-        # Means of integers are rounded down, and stay one operator.
-        floating = is_tensor(node) and tensor(node).is_floating_point()
-        return (
-            _decompose_scatter_mean
-            if floating and node_arguments(node)["reduce"] == "mean"
-            else None
-        )
     name = operator_name(target)
+    function = _FUNCTIONS.get(name.removesuffix("_"))
+    if function is not None:
+        if target is aten.scatter_reduce.two and _is_one_operator(**_reduction(node)):
+            return None
+        return partial(_write_result, function) if name.endswith("_") else function
     composed = name in COMPOSED or name.startswith("_foreach_")
     return partial(call_composite, target) if composed else None
 
 
-def _decompose_scatter_mean(
+def _write_result(function: Callable[..., Any], x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    return x.copy_(function(x, *args, **kwargs))
+
+
+def _reduction(node: fx.Node) -> dict[str, Any]:
+    arguments = node_arguments(node)
+    names = "reduce", "include_self"
+    return {"dtype": tensor(arguments["self"]).dtype, **{name: arguments[name] for name in names}}
+
+
+def _is_one_operator(dtype: torch.dtype, reduce: str, include_self: bool) -> bool:
+    """Whether a `scatter_reduce` has a rule by which its rows can be sharded, or none at all."""
+    # Means of integers are rounded down, and truth values have no sum.
+    if dtype == torch.bool or (reduce == "mean" and not dtype.is_floating_point):
+        return True
+    return include_self and reduce != "mean"
+
+
+def _scatter_reduce(
     base: torch.Tensor,
     dim: int,
     index: torch.Tensor,
@@ -83,16 +103,56 @@ def _decompose_scatter_mean(
     *,
     include_self: bool = True,
 ) -> torch.Tensor:
+    if _is_one_operator(base.dtype, reduce, include_self):
+        return base.scatter_reduce(dim, index, src, reduce, include_self=include_self)
     increments = torch.ones_like(index, dtype=base.dtype)
-    start = base if include_self else torch.zeros_like(base)
     # With `include_self`, the element of `base` itself is one of those averaged.
     count = (torch.ones_like if include_self else torch.zeros_like)(base)
     count = count.scatter_add(dim, index, increments)
-    total = start.scatter_add(dim, index, src)
+    name = "sum" if reduce == "mean" else reduce
+    start = base if include_self else torch.full_like(base, neutral_element(reduce, base.dtype))
+    total = start.scatter_reduce(dim, index, src, name)
     if include_self:
         return total / count
     # Elements to which nothing is scattered keep their value.
-    return torch.where(count.eq(0), base, total / count.clamp(min=1))
+    result = total / count.clamp(min=1) if reduce == "mean" else total
+    return torch.where(count.eq(0), base, result)
+
+
+def _index_reduce(
+    base: torch.Tensor,
+    dim: int,
+    index: torch.Tensor,
+    source: torch.Tensor,
+    reduce: str,
+    *,
+    include_self: bool = True,
+) -> torch.Tensor:
+    sizes = [1] * source.ndim
+    if source.ndim:
+        sizes[dim] = -1
+    rows = index.view(sizes).expand_as(source)
+    return _scatter_reduce(base, dim, rows, source, reduce, include_self=include_self)
+
+
+def _aminmax(
+    x: torch.Tensor, *, dim: int | None = None, keepdim: bool = False
+) -> tuple[torch.Tensor, ...]:
+    dims = tuple(range(x.ndim)) if dim is None else (dim,)
+    return x.amin(dims, keepdim), x.amax(dims, keepdim)
+
+
+def _dist(x: torch.Tensor, other: torch.Tensor, p: float = 2) -> torch.Tensor:
+    result: torch.Tensor = torch.linalg.vector_norm(x - other, p)
+    return result
+
+
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "scatter_reduce": _scatter_reduce,
+    "index_reduce": _index_reduce,
+    "aminmax": _aminmax,
+    "dist": _dist,
+}
 
 
 def _insert_decomposition(node: fx.Node, function: Callable[..., Any]) -> Any:

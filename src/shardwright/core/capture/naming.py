@@ -26,6 +26,7 @@ from shardwright.core.graph.custom_ops import (
     embedding_bag,
     experts,
     instance_norm_train,
+    padded_convolution,
 )
 from shardwright.core.graph.local_map import is_module_call
 from shardwright.core.torch_internals.operators import OpOverload, schema_of
@@ -40,6 +41,7 @@ MAIN = (
     aten.conv1d.default,
     aten.conv2d.default,
     aten.conv3d.default,
+    padded_convolution,
     aten.conv_transpose1d.default,
     aten.conv_transpose2d.input,
     aten.conv_transpose3d.input,

@@ -48,6 +48,7 @@ from shardwright.core.capture.known_values import KnownValues
 from shardwright.core.capture.layer_progress import report_layers
 from shardwright.core.capture.masked_reductions import keep_selected_rows
 from shardwright.core.capture.naming import LocatedError, is_users_function, line_of, line_of_error
+from shardwright.core.capture.padded_convolutions import pad_in_convolutions
 from shardwright.core.capture.padded_rows import pad_selected_rows
 from shardwright.core.capture.scalar_indices import keep_scalar_indices
 from shardwright.core.capture.shared_memory import check_constants, check_memory
@@ -190,6 +191,7 @@ def canonical_trace(traced: Trace, call: CapturedCall) -> CanonicalTrace:
     add_updates(graph, changed)
     take_as_buffers(module, signature, changed, trained)
     canonicalize(graph)
+    pad_in_convolutions(graph)
     return CanonicalTrace(traced, graph, tied, calls)
 
 

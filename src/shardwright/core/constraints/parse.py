@@ -17,6 +17,7 @@ import torch
 from shardwright.core.constraints.corrections import strategies_with_equal_counts
 from shardwright.core.constraints.device_matrix import axes_on_mesh, take_outer_axes
 from shardwright.core.constraints.strategy import Entry, OperatorStrategy, entry_text
+from shardwright.core.graph.custom_ops import padded_convolution
 from shardwright.core.graph.graph import Op, target_name
 from shardwright.core.graph.local_map import LocalCall
 from shardwright.core.layout.axes import Axes
@@ -389,8 +390,9 @@ def _format_shard_count(count: int) -> str:
     return "1 shard" if count == 1 else f"{count} shards"
 
 
-OPS_WITH_BIAS = tuple(
-    getattr(aten, name).default for name in ("linear", "conv1d", "conv2d", "conv3d")
+OPS_WITH_BIAS = (
+    *(getattr(aten, name).default for name in ("linear", "conv1d", "conv2d", "conv3d")),
+    padded_convolution,
 )
 """Operators whose bias captured graphs add in a separate operator."""
 

@@ -21,6 +21,7 @@ from shardwright.core.graph.custom_ops import (
     embedding_bag,
     experts,
     masked_attention,
+    padded_convolution,
     windowed_attention,
 )
 from shardwright.core.graph.graph import Op, Value
@@ -407,7 +408,11 @@ _NORMS = {
 _FUSED_WITH_POINTWISE = {aten.cat.default, *overloads("to", "_to_copy")}
 """Operators without the tag `pointwise` that are fused with element-wise operators."""
 _TRANSPOSED = set(overloads("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"))
-_CONVOLUTIONS = _TRANSPOSED | set(overloads("conv1d", "conv2d", "conv3d", "convolution"))
+_CONVOLUTIONS = {
+    *_TRANSPOSED,
+    *overloads("conv1d", "conv2d", "conv3d", "convolution"),
+    padded_convolution,
+}
 # By name, as the operator is registered only when `transformers` is imported.
 _PRODUCTS_BY_NAME = {"transformers.grouped_mm_fallback.default"}
 _WITH_ADDED_TENSOR = {

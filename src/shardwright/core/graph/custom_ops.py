@@ -98,6 +98,31 @@ def embedding_bag(
     )
 
 
+def padded_convolution(
+    input: Tensor,
+    weight: Tensor,
+    stride: list[int],
+    dilation: list[int],
+    groups: int,
+    pad: list[int],
+    mode: str = "constant",
+    value: float | None = None,
+) -> Tensor:
+    """Compute a convolution of `input` with rows beyond its ends, `[..., channels, *space]`.
+
+    Args:
+        input: the image.
+        weight: `[channels, input channels / groups, *kernel size]`.
+        stride, dilation: one number for each spatial dimension.
+        groups: number of groups of channels.
+        pad, mode, value: arguments of `torch.nn.functional.pad`.
+    """
+    convolution = (F.conv1d, F.conv2d, F.conv3d)[len(stride) - 1]
+    padded = F.pad(input, pad, mode, value)
+    result: Tensor = convolution(padded, weight, None, stride, 0, dilation, groups)
+    return result
+
+
 def batch_norm_train(
     x: Tensor,
     weight: Tensor | None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from shardwright.core.graph.custom_ops import padded_convolution
 from shardwright.core.graph.graph import Op
 from shardwright.core.rules.notation import (
     call_arguments,
@@ -15,6 +16,7 @@ from shardwright.core.rules.overlapped import OutputHalos
 from shardwright.core.rules.rule import Dims, LocalSharding, MainFactors, ShardingRule, rule_for
 from shardwright.core.rules.windowed import (
     InputHalos,
+    Padding,
     input_windows,
     spatial_factors,
     spatial_windows,
@@ -24,6 +26,13 @@ from shardwright.core.rules.windowed import (
 @rule_for(*overloads("conv1d", "conv2d", "conv3d"))
 def convolution(op: Op) -> ShardingRule:
     """Convolution, `b k s t, j k _ _ -> b j s t`: batch, channels and space can be sharded."""
+    return _build_convolution_rule(op, transposed=False)
+
+
+@rule_for(padded_convolution)
+def convolution_of_padded_image(op: Op) -> ShardingRule:
+    """Convolution with reflected, repeated, circular or unequal padding, `b k s t, j k _ _ -> b j s
+    t`: the first and the last shard of space add the padding."""
     return _build_convolution_rule(op, transposed=False)
 
 
@@ -77,7 +86,8 @@ def _build_convolution_rule(op: Op, transposed: bool) -> ShardingRule:
     weight, groups = arguments["weight"], arguments["groups"]
     kernel_size = weight.shape[2:]
     num_dims = len(kernel_size)
-    k, j = ("g", "g") if groups > 1 else ("k" if arguments["bias"] is None else None, "j")
+    has_bias = arguments.get("bias") is not None
+    k, j = ("g", "g") if groups > 1 else (None if has_bias else "k", "j")
     # An image without a batch has channels and space only.
     batch: Dims = ("b",)[: len(op.output.shape) - num_dims - 1]
     halos: InputHalos | OutputHalos
@@ -93,10 +103,11 @@ def _build_convolution_rule(op: Op, transposed: bool) -> ShardingRule:
         windows = input_windows(op, kernel_size)
         # A string pads all dimensions alike: the kernel passes `valid`, and pads unsharded
         # dimensions too.
-        pads_all = isinstance(arguments["padding"], str)
+        pads_all = isinstance(arguments.get("padding"), str)
         dims = (*batch, k, *spatial_factors(windows))
+        rows = Padding(arguments.get("mode", "constant"), arguments.get("value") or 0)
         halos = InputHalos(
-            windows, dims, pads_all=pads_all, replace=_make_local_num_groups_argument
+            *(windows, dims, rows), pads_all=pads_all, replace=_make_local_num_groups_argument
         )
         filters = (j, k)
     # Spatial dimensions count as rows (`I`) below: like the batch, they are dimensions of input and

@@ -5,6 +5,9 @@ the logits minus their maximum, a_c is the weight of class c times its (smoothed
 probability, and W = Σ_c a_c. All of these are sums over the classes, so two all-reduces, one of the
 maximum and one of the sums, give every device the loss of its tokens (vocabulary-parallel cross
 entropy, as in Megatron-LM).
+
+The loss of logarithms of probabilities (`nll_loss`) reads one class per token, whose device has the
+loss: with sharded classes the losses are partial sums.
 """
 
 from __future__ import annotations
@@ -16,12 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwright.core.graph.custom_ops import cross_entropy
+from shardwright.core.graph.custom_ops import MEAN, cross_entropy
 from shardwright.core.graph.graph import Op
-from shardwright.core.rules.indexed import other_shard_mask
+from shardwright.core.rules.indexed import LocalIndexRange, other_shard_mask
 from shardwright.core.rules.loss import (
     SUM,
     accumulation_dtype,
+    build_loss_rule,
     mean_loss_kernel,
     target_count_reduction,
     target_mean_kernel,
@@ -31,9 +35,17 @@ from shardwright.core.rules.notation import (
     argument_binder,
     call_arguments,
     input_factors,
+    overloads,
     sharding_rule,
 )
-from shardwright.core.rules.rule import Dims, LocalSharding, Reduction, ShardingRule, rule_for
+from shardwright.core.rules.rule import (
+    Dims,
+    LocalSharding,
+    Reduce,
+    Reduction,
+    ShardingRule,
+    rule_for,
+)
 
 # The value of `reduction` in ATen's losses without a reduction.
 NONE = 0
@@ -60,6 +72,53 @@ def cross_entropy_rule(op: Op) -> ShardingRule:
         kernel=_build_cross_entropy_kernel,
         reductions=_make_cross_entropy_reductions,
     )
+
+
+@rule_for(*overloads("nll_loss_nd", "nll_loss", "nll_loss2d"))
+def nll_loss(op: Op) -> ShardingRule:
+    """Negative log-likelihood, `b v s, b s -> b s`, or `-> ()` if reduced: with sharded classes the
+    loss is a partial sum; a mean counts the valid targets of all devices."""
+    arguments = call_arguments(op)
+    rows: Dims = tuple(name for name in NAMES if name != "v")[: len(arguments["target"].shape)]
+    # Classes are the second dimension or, without a batch, the only one.
+    scores = (*rows[:1], "v", *rows[1:])
+    inputs = input_factors(op, {"self": scores, "target": rows, "weight": (None,)})
+    options = (_build_nll_kernel, target_count_reduction, ("v",))
+    return build_loss_rule(op, inputs, rows, *options)
+
+
+def _build_nll_kernel(op: Op, local: LocalSharding) -> Callable[..., Any]:
+    shards, bind = local.shard_counts.get("v", 1), argument_binder(op)
+    if shards == 1:
+        return target_mean_kernel(op, local.reduce[0]) if local.reduce else op.target
+    classes = op.inputs[0].shape[1 if len(op.inputs[0].shape) > 1 else 0]
+    size = classes // shards
+    block = LocalIndexRange(local.index("v") * size, size, classes)
+    ignored = call_arguments(op)["ignore_index"]
+
+    def loss(*args: Any, **kwargs: Any) -> Tensor:
+        arguments = bind(args, kwargs)
+        target, weight = arguments["target"], arguments["weight"]
+        row, elsewhere = block.localize(target)
+        # Not the index that the call ignores, which may be a class of this device.
+        arguments["ignore_index"] = -1
+        arguments["target"] = row.masked_fill(elsewhere | (target == ignored), -1)
+        if weight is not None:
+            arguments["weight"] = weight.narrow(0, block.first, size)
+        out: Tensor = op.target(**arguments)
+        return out
+
+    if call_arguments(op)["reduction"] != MEAN:
+        return loss
+    # Devices with other classes have the same targets, which are counted once.
+    return target_mean_kernel(op, local.reduce[0] if local.reduce else _COUNTED, loss)
+
+
+def _return_count(count: Tensor) -> Tensor:
+    return count
+
+
+_COUNTED = Reduce(_return_count, _return_count, _return_count)
 
 
 def _has_probability_targets(op: Op) -> bool:

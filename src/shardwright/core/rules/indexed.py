@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from shardwright.core.graph.graph import Op
-from shardwright.core.rules.notation import argument_binder, schema_parameters
+from shardwright.core.rules.notation import argument, argument_binder, schema_parameters
 from shardwright.core.rules.rule import Kernel, LocalSharding
+from shardwright.core.rules.scattered import ScatteredRows, neutral_element
 
 
 def other_shard_mask(indices: Tensor, first: Any, size: int, total: int) -> Tensor:
@@ -61,12 +62,17 @@ class IndexedDims:
         """Return the builder of a kernel that reads elements at the indices, such as `gather`."""
         return lambda op, local: self._build_indexed_kernel(op, local, self._read_local_elements)
 
-    def write_kernel(self) -> Kernel:
+    def write_kernel(self, rows: ScatteredRows | None = None) -> Kernel:
         """Return the builder of a kernel that writes elements at the indices, such as `scatter`; at
-        most one indexed dimension can be sharded."""
+        most one indexed dimension can be sharded.
+
+        Args:
+            rows: reduction of the rows; None if they overwrite or are added.
+        """
 
         def build(op: Op, local: LocalSharding) -> Callable[..., Any]:
-            write = self._build_indexed_kernel(op, local, self._write_local_elements)
+            target = op.target if rows is None else rows.target(op, local)
+            write = self._build_indexed_kernel(op, local, self._write_local_elements, target)
             sharded = [factor for factor in self.added if local.shard_counts.get(factor, 1) > 1]
             return (
                 self._add_first_input_on_first_shard_only(op, local, write, sharded)
@@ -81,10 +87,11 @@ class IndexedDims:
     ) -> Callable[..., Any]:
         """Wrap `write`, a kernel that adds rows to its first input, for sharded rows.
 
-        Only the first shard of the rows adds to the first input, the others to zeros: the sum over
-        devices then includes the first input once.
+        Only the first shard of the rows adds to the first input, the others to zeros or other
+        neutral elements: the sum over devices then includes the first input once.
         """
         bind, shards = argument_binder(op), [local.index(factor) for factor in sharded]
+        neutral = neutral_element(argument(op, "reduce", "sum"), op.output.dtype)
         name = next(iter(schema_parameters(op.target)))
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -93,14 +100,19 @@ class IndexedDims:
             # As tensors, because a simulated rank has an index of its own in each `SymInt`.
             zero = torch.zeros((), dtype=torch.int64, device=x.device)
             for shard in shards:
-                x = x.masked_fill(zero + shard != 0, 0)
+                x = x.masked_fill(zero + shard != 0, neutral)
             return write(**{**arguments, name: x})
 
         return run
 
     def _build_indexed_kernel(
-        self, op: Op, local: LocalSharding, function: Callable[..., Any]
+        self,
+        op: Op,
+        local: LocalSharding,
+        function: Callable[..., Any],
+        target: Callable[..., Any] | None = None,
     ) -> Callable[..., Any]:
+        target = op.target if target is None else target
         blocks = {}
         for dim, factor in self.factors.items():
             if local.shard_counts.get(factor, 1) > 1:
@@ -108,19 +120,19 @@ class IndexedDims:
                 size = total // local.shard_counts[factor]
                 # `x[i]` counts negative indices from the end; `gather`, `scatter` and `index_add`
                 # refuse them.
-                blocks[dim] = _LocalIndexRange(
+                blocks[dim] = LocalIndexRange(
                     local.index(factor) * size, size, total, wraps=self.is_list
                 )
         if not blocks:
-            return op.target
+            return target
         bind = argument_binder(op)
         # Bound by name, as callers may pass the tensors of ATen operators by name.
-        return lambda *args, **kwargs: function(op.target, blocks, bind(args, kwargs))
+        return lambda *args, **kwargs: function(target, blocks, bind(args, kwargs))
 
     def _read_local_elements(
         self,
         target: Callable[..., Any],
-        blocks: Mapping[int, _LocalIndexRange],
+        blocks: Mapping[int, LocalIndexRange],
         arguments: dict[str, Any],
     ) -> Tensor:
         elsewhere: Tensor | None = None
@@ -138,12 +150,18 @@ class IndexedDims:
     def _write_local_elements(
         self,
         target: Callable[..., Any],
-        blocks: Mapping[int, _LocalIndexRange],
+        blocks: Mapping[int, LocalIndexRange],
         arguments: dict[str, Any],
     ) -> Tensor:
         ((dim, block),) = blocks.items()
-        index, _ = block.localize(self._get_index_argument_of_dim(arguments, dim))
+        index, elsewhere = block.localize(self._get_index_argument_of_dim(arguments, dim))
         self._replace_index_argument_of_dim(arguments, dim, index)
+        if "reduce" in arguments and isinstance(source := arguments.get("src"), Tensor):
+            # The gradient of the row that is dropped would be NaN, as 0 times its value is, if a
+            # product of other devices' rows overflows or one of them is NaN.
+            neutral = neutral_element(arguments["reduce"], source.dtype)
+            rows = tuple(map(slice, index.shape))
+            arguments["src"] = source[rows].masked_fill(elsewhere, neutral)
         name = next(iter(arguments))
         x = arguments[name]
         # One more row, which indices of other devices write, and which is dropped. Its elements are
@@ -169,7 +187,7 @@ class IndexedDims:
 
 
 @dataclass(frozen=True)
-class _LocalIndexRange:
+class LocalIndexRange:
     """This device's shard of a dimension, for lookups by index.
 
     Args:
@@ -209,7 +227,7 @@ def one_hot_kernel(factor: str) -> Kernel:
             return op.target
         classes = op.output.shape[-1]
         size = classes // count
-        block = _LocalIndexRange(local.index(factor) * size, size, classes)
+        block = LocalIndexRange(local.index(factor) * size, size, classes)
 
         def run(x: Tensor, num_classes: int) -> Tensor:
             # One more class, for all classes of other devices.

@@ -5,9 +5,12 @@ cannot."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from shardwright.core.graph.graph import Op, Value
 from shardwright.core.rules.indexed import IndexedDims, one_hot_kernel
@@ -21,7 +24,8 @@ from shardwright.core.rules.notation import (
     sharding_rule,
     unsharded_at,
 )
-from shardwright.core.rules.rule import Dims, ShardingRule, rule_for
+from shardwright.core.rules.rule import Dims, LocalSharding, ShardingRule, rule_for
+from shardwright.core.rules.scattered import EXTREMES, ScatteredRows
 
 aten = torch.ops.aten
 
@@ -59,9 +63,41 @@ def split_rule(op: Op) -> ShardingRule:
     return sharding_rule(op, (dims, *others), (dims,) * len(op.outputs))
 
 
-@rule_for(aten.unbind.int, aten.select.int)
+@rule_for(aten.select.int)
+def select(op: Op) -> ShardingRule | None:
+    """Selection of one row, `b v s -> b s`: only one shard has the row, so that with a sharded
+    dimension `v` the output is a partial sum."""
+    dim = argument(op, "dim") % len(op.inputs[0].shape)
+    dims = factor_names(op.inputs[0])
+    row = dims[dim]
+    # Booleans have no sum.
+    if row is None or op.output.dtype == torch.bool:
+        return unbind(op)
+    kernel = partial(_build_select_kernel, row, dim)
+    return sharding_rule(op, (dims,), (_remove_dim(dims, dim),), reduced=row, kernel=kernel)
+
+
+def _build_select_kernel(row: str, dim: int, op: Op, local: LocalSharding) -> Callable[..., Tensor]:
+    shards, size = local.shard_counts.get(row, 1), op.inputs[0].shape[dim]
+    if shards == 1:
+        return op.target
+    index = argument(op, "index") % size
+    number = index // (size // shards)
+    block: Any = local.index(row)
+    # The same row of each shard, which the other shards mask.
+    select_local_row = WithArguments(op, index=index % (size // shards))
+
+    def run(*args: Any, **kwargs: Any) -> Tensor:
+        out: Tensor = select_local_row(*args, **kwargs)
+        # Compared as tensors, because a simulated rank has an index of its own in each `SymInt`.
+        return out.masked_fill(torch.full((), number, device=out.device).ne(block), 0)
+
+    return run
+
+
+@rule_for(aten.unbind.int)
 def unbind(op: Op) -> ShardingRule:
-    """Unbinding or selection, `b _ s -> b s`: all but the removed dimension can be sharded."""
+    """Unbinding, `b _ s -> b s, b s`: all but the removed dimension can be sharded."""
     x = op.inputs[0]
     dim = argument(op, "dim") % len(x.shape)
     dims = unsharded_at(factor_names(x), dim)
@@ -156,7 +192,8 @@ def scatter(op: Op) -> ShardingRule:
     """Scatter, `b v, b _, b _ -> b v`: the indexed dimension `v` can be sharded, and other
     dimensions in which all tensors have the same size.
 
-    With addition the rows can be sharded too, `b v, b e, b e -> b v`: the output is a partial sum.
+    With addition, a maximum, a minimum or a product the rows can be sharded too, `b v, b e, b e ->
+    b v`: a sum is then a partial sum.
     """
     x, *others = op.inputs
     shapes = [x.shape, *(value.shape for value in others if value.shape)]
@@ -168,12 +205,23 @@ def scatter(op: Op) -> ShardingRule:
     written = (*dims[:dim], "v", *dims[dim + 1 :])
     # Only the first elements of a source longer than its index are added.
     lengths = {value.shape[dim] for value in others if value.shape}
-    added = ("e",) if _is_additive_write(op) and len(lengths) == 1 else ()
-    # Without addition the rows are replicated, since any of them may go to any shard.
+    is_sum, is_reduced = _is_additive_write(op), _is_reducing_write(op)
+    added = ("e",) if (is_sum or is_reduced) and len(lengths) == 1 else ()
+    # Rows that overwrite are replicated, since any of them may go to any shard.
     rows = (*dims[:dim], *(added or (None,)), *dims[dim + 1 :])
     inputs = [rows if len(value.shape) == len(dims) else () for value in others]
-    kernel = IndexedDims("index", {dim: "v"}, added=added).write_kernel()
-    return sharding_rule(op, (written, *inputs), (written,), reduced=added, kernel=kernel)
+    reduction = ScatteredRows(argument(op, "reduce"), "e", "v") if is_reduced else None
+    return sharding_rule(
+        op,
+        (written, *inputs),
+        (written,),
+        reduced=added if is_sum else (),
+        complete=frozenset(() if is_sum else added),
+        kernel=IndexedDims("index", {dim: "v"}, added=added).write_kernel(reduction),
+        reductions=lambda op, counts: (
+            reduction.reductions(op, written, counts) if reduction else ()
+        ),
+    )
 
 
 @rule_for(*overloads("take"))
@@ -203,7 +251,7 @@ def index_select(op: Op) -> ShardingRule:
     return _build_indexed_read_rule(op, (source, index_dims), out, indexed)
 
 
-@rule_for(*overloads("index_add", "index_copy", "index_reduce", "index_fill"))
+@rule_for(*overloads("index_add", "index_copy", "index_fill"))
 def index_add_rule(op: Op) -> ShardingRule | None:
     """Update by index, `b v, _, b _ -> b v`: each device writes to its shard of the indexed
     dimension `v`. Added rows can be sharded too, `b v, e, b e -> b v`: the output is a partial
@@ -289,6 +337,13 @@ def _is_additive_write(op: Op) -> bool:
     # With `include_self=False`, an element is dropped where anything is added.
     includes_self = argument(op, "include_self", True)
     return argument(op, "reduce") in ("sum", "add") and bool(includes_self)
+
+
+def _is_reducing_write(op: Op) -> bool:
+    """Whether a write, `scatter_reduce`, takes the extreme or the product of rows."""
+    # `decompose` has replaced calls whose result does not include the first input.
+    reduces = argument(op, "reduce") in (*EXTREMES, "prod") and argument(op, "include_self", False)
+    return bool(reduces) and op.output.dtype != torch.bool and not op.output.dtype.is_complex
 
 
 def _build_indexed_read_rule(

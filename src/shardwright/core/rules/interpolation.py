@@ -26,7 +26,13 @@ from shardwright.core.rules.notation import (
     sharding_rule,
 )
 from shardwright.core.rules.rule import Dims, LocalSharding, RuleMaker, ShardingRule, rule_for
-from shardwright.core.rules.windowed import SPACE, InputHalos, largest_shard_count, spatial_factors
+from shardwright.core.rules.windowed import (
+    CIRCULAR,
+    SPACE,
+    InputHalos,
+    largest_shard_count,
+    spatial_factors,
+)
 
 INTERPOLATIONS = {
     1: ("upsample_linear1d",),
@@ -189,7 +195,7 @@ def interpolation_rule(num_spatial: int) -> RuleMaker:
         axes = _list_resized_spatial_dims(op, num_spatial)
         dims: Dims = (*leading, *spatial_factors(axes))
         # No row beyond the image is read, so that shards at its ends have no padding.
-        halos = InputHalos(axes, dims, padding_value=None)
+        halos = InputHalos(axes, dims, CIRCULAR)
         return sharding_rule(
             op,
             (dims,),

@@ -61,7 +61,7 @@ def elementwise_loss(op: Op) -> ShardingRule:
     """
     shape = torch.broadcast_shapes(*(value.shape for value in op.inputs))  # type: ignore[no-untyped-call]
     dims: Dims = tuple(NAMES[: len(shape)])
-    return _build_loss_rule(op, aligned_to_output(op, dims), dims, mean_loss_kernel)
+    return build_loss_rule(op, aligned_to_output(op, dims), dims, mean_loss_kernel)
 
 
 def mean_loss_kernel(op: Op, local: LocalSharding) -> Callable[..., Any]:
@@ -74,8 +74,13 @@ def mean_loss_kernel(op: Op, local: LocalSharding) -> Callable[..., Any]:
     return lambda *args, **kwargs: op.target(*args, **kwargs) / num_shards
 
 
-def _build_loss_rule(
-    op: Op, inputs: tuple[Dims, ...], rows: Dims, kernel: Kernel, reductions: Any = no_reductions
+def build_loss_rule(
+    op: Op,
+    inputs: tuple[Dims, ...],
+    rows: Dims,
+    kernel: Kernel,
+    reductions: Any = no_reductions,
+    classes: tuple[str, ...] = (),
 ) -> ShardingRule:
     """Build the rule of a loss with one value per sample; a reduced loss is a partial sum.
 
@@ -84,10 +89,11 @@ def _build_loss_rule(
         rows: the factors of the unreduced loss.
         kernel: builder of the local computation.
         reductions: function that returns the collectives of the kernel.
+        classes: factors that the unreduced loss sums too.
     """
     # 0 is no reduction.
     output = () if call_arguments(op)["reduction"] else rows
-    reduced = () if output else [str(name) for name in rows]
+    reduced = [*classes, *(() if output else map(str, rows))]
     return sharding_rule(
         op, inputs, (output,), reduced=reduced, kernel=kernel, reductions=reductions
     )
@@ -100,7 +106,7 @@ def cosine_embedding_loss(op: Op) -> ShardingRule:
     # The targets tell whether there is a batch.
     rows: Dims = ("b",)[: len(op.inputs[-1].shape)]
     pairs = tuple((*rows, None) for _ in op.inputs[:2])
-    return _build_loss_rule(op, (*pairs, rows), rows, mean_loss_kernel)
+    return build_loss_rule(op, (*pairs, rows), rows, mean_loss_kernel)
 
 
 @rule_for(*overloads("multi_margin_loss", "multilabel_margin_loss"))
@@ -110,19 +116,7 @@ def margin_loss(op: Op) -> ShardingRule:
     rows: Dims = ("b",)[: max(0, len(op.inputs[0].shape) - 1)]
     scores, target = ((*rows, None)[: len(value.shape)] for value in op.inputs[:2])
     inputs = input_factors(op, {"self": scores, "target": target, "weight": (None,)})
-    return _build_loss_rule(op, inputs, rows, mean_loss_kernel)
-
-
-@rule_for(*overloads("nll_loss_nd", "nll_loss", "nll_loss2d"))
-def nll_loss(op: Op) -> ShardingRule:
-    """Negative log-likelihood, `b _ s, b s -> b s`, or `-> ()` if reduced: all but the classes can
-    be sharded; a mean counts the valid targets of all devices."""
-    arguments = call_arguments(op)
-    rows: Dims = tuple(name for name in NAMES if name != "v")[: len(arguments["target"].shape)]
-    # Classes are the second dimension or, without a batch, the only one.
-    scores = (*rows[:1], None, *rows[1:])
-    inputs = input_factors(op, {"self": scores, "target": rows, "weight": (None,)})
-    return _build_loss_rule(op, inputs, rows, _build_nll_kernel, target_count_reduction)
+    return build_loss_rule(op, inputs, rows, mean_loss_kernel)
 
 
 def target_count_reduction(op: Op, shard_counts: Mapping[str, int]) -> tuple[Reduction, ...]:
@@ -137,18 +131,21 @@ def target_count_reduction(op: Op, shard_counts: Mapping[str, int]) -> tuple[Red
     return (Reduction(sharded, "sum", (), dtype, differentiable=False),)
 
 
-def _build_nll_kernel(op: Op, local: LocalSharding) -> Callable[..., Any]:
-    return target_mean_kernel(op, local.reduce[0]) if local.reduce else op.target
-
-
-def target_mean_kernel(op: Op, reduce_count: Reduce) -> TwoPhaseKernel:
+def target_mean_kernel(
+    op: Op, reduce_count: Reduce, loss: Callable[..., Any] | None = None
+) -> TwoPhaseKernel:
     """Build the local kernel of a mean loss: the local sum over samples divided by the count (or
     weight) of the valid targets on all devices.
 
     The all-reduce of the count is launched early, so that no device waits for others before its
     backward pass. The sum is in single precision: in half precision it may overflow although the
     mean does not.
+
+    Args:
+        reduce_count: sum over the devices that have other samples.
+        loss: the loss of local classes, by default `op.target`.
     """
+    loss = op.target if loss is None else loss
     call_args = call_arguments(op)
     scores, dtype = next(iter(schema_parameters(op.target))), accumulation_dtype(op.output.dtype)
     ignored, bind = call_args["ignore_index"], argument_binder(op)
@@ -168,7 +165,7 @@ def target_mean_kernel(op: Op, reduce_count: Reduce) -> TwoPhaseKernel:
         arguments[scores] = arguments[scores].to(dtype)
         if arguments["weight"] is not None:
             arguments["weight"] = arguments["weight"].to(dtype)
-        return (op.target(**arguments) / reduce_count.end(count)).to(op.output.dtype)
+        return (loss(**arguments) / reduce_count.end(count)).to(op.output.dtype)
 
     return TwoPhaseKernel(tuple(op.inputs.index(value) for value in count_inputs), count, mean)
 

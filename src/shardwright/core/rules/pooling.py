@@ -27,6 +27,7 @@ from shardwright.core.rules.rule import (
 from shardwright.core.rules.windowed import (
     SPACE,
     InputHalos,
+    Padding,
     Window,
     build_identity,
     expand_per_dim,
@@ -51,7 +52,7 @@ def pooling_rule(num_spatial: int) -> RuleMaker:
         is_max = op.short_name.startswith("max")
         halos = InputHalos(
             *(windows, dims),
-            padding_value=-float("inf") if is_max else 0.0,
+            padding=Padding(value=-float("inf") if is_max else 0.0),
             finish=partial(_build_index_shift, windows) if len(op.outputs) > 1 else build_identity,
         )
         if not is_max and _has_varying_divisor(arguments, windows):

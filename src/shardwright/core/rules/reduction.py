@@ -76,7 +76,7 @@ def combined_reduction(op: Op) -> ShardingRule:
     return combination.rule(op, (dims,), outputs, _normalize_reduced_dims(op))
 
 
-@rule_for(*overloads("aminmax", "nanmean", "median", "nanmedian", "mode", "kthvalue"))
+@rule_for(*overloads("nanmean", "median", "nanmedian", "mode", "kthvalue"))
 def reduction_rule(op: Op) -> ShardingRule:
     """Order statistic, `b _ -> b`: reduced dimensions cannot be sharded."""
     return _build_unsharded_reduction_rule(op, factor_names(op.inputs[0]))
@@ -149,19 +149,6 @@ def histogram(op: Op) -> ShardingRule:
     bounded = argument(op, "min") < argument(op, "max")
     reduced = [name for name in dims if name is not None] if bounded else []
     return sharding_rule(op, (dims,), ((None,),), reduced=reduced)
-
-
-@rule_for(*overloads("cosine_similarity"))
-def cosine_similarity(op: Op) -> ShardingRule:
-    """Cosine similarity, `b s _, b s _ -> b s`: all but the features can be sharded; the two inputs
-    are broadcast."""
-    # `dim` counts in the broadcast shape of the inputs, of which the output lacks the features.
-    dim, ndim = argument(op, "dim"), len(op.output.shape) + 1
-    dims = factor_names(op.output)
-    dims = (*dims[: dim % ndim], None, *dims[dim % ndim :])
-    return sharding_rule(
-        op, aligned_to_output(op, dims), (tuple(_remove_dims(dims, {dim % ndim})),)
-    )
 
 
 def _normalize_reduced_dims(op: Op) -> tuple[int, ...]:

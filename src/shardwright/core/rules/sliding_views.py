@@ -7,6 +7,7 @@ window is one row.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -29,7 +30,14 @@ from shardwright.core.rules.rule import (
     ShardingRule,
     rule_for,
 )
-from shardwright.core.rules.windowed import InputHalos, Window, shard_shape, spatial_windows
+from shardwright.core.rules.windowed import (
+    CIRCULAR,
+    InputHalos,
+    Padding,
+    Window,
+    shard_shape,
+    spatial_windows,
+)
 
 
 @rule_for(*overloads("unfold"))
@@ -46,48 +54,20 @@ def unfold(op: Op) -> ShardingRule:
 
 
 @rule_for(*overloads("constant_pad_nd", "pad"))
-def constant_padding(op: Op) -> ShardingRule:
-    """Padding with a constant, `b s -> b s`: the first and the last shard add the padding, or, with
-    mode `circular`, exchange rows.
-
-    With another mode of padding, padded dimensions cannot be sharded.
-    """
+def padding(op: Op) -> ShardingRule:
+    """Padding, `b s -> b s`: the first and the last shard add the padding or, with mode `circular`,
+    exchange rows."""
     # `pad` lists (before, after) of each dimension, the last dimension first.
     amounts = argument(op, "pad")
     befores = dict(enumerate(amounts[::2], 1))
     afters = dict(enumerate(amounts[1::2], 1))
     dims, ndim = factor_names(op.output), len(op.output.shape)
     padded = [ndim - i for i in befores if befores[i] or afters[i]]
-    mode = argument(op, "mode", "constant")
-    if mode not in ("constant", "circular"):
-        return _build_rule_with_unsharded_dims(op, padded)
-    windows = [_make_window_of_dim(op, dim, 1, 1, befores[ndim - dim]) for dim in padded]
-
-    def unpadded(op: Op, local: LocalSharding) -> dict[str, Any]:
-        pads = list(amounts)
-        for window in windows:
-            if local.shard_counts.get(window.factor, 1) > 1:
-                # The exchange of halos pads sharded dimensions, the operator the others.
-                first = 2 * (ndim - 1 - window.dim)
-                pads[first : first + 2] = 0, 0
-        return {"pad": pads}
-
-    # `pad` has None for 0. Without a value, the row before the first is the last.
-    value = None if mode == "circular" else argument(op, "value") or 0
-    return _build_sliding_window_rule(
-        op, InputHalos(tuple(windows), dims, value, replace=unpadded), (dims,)
-    )
-
-
-@rule_for(*overloads("reflection_pad1d", "reflection_pad2d", "reflection_pad3d"))
-@rule_for(*overloads("replication_pad1d", "replication_pad2d", "replication_pad3d"))
-def padding_by_rows(op: Op) -> ShardingRule:
-    """Reflection or replication padding, `b s _ -> b s _`: padded dimensions cannot be sharded."""
-    # `padding` lists (before, after) of each dimension, the last dimension first.
-    amounts = argument(op, "padding")
-    return _build_rule_with_unsharded_dims(
-        op, [-1 - i // 2 for i, amount in enumerate(amounts) if amount != 0]
-    )
+    # `pad` has None for 0.
+    rows = Padding(argument(op, "mode", "constant"), argument(op, "value") or 0)
+    windows = (_make_window_of_dim(op, dim, 1, 1, befores[ndim - dim]) for dim in padded)
+    windows = (replace(window, margin=int(rows.mode == "reflect")) for window in windows)
+    return _build_sliding_window_rule(op, InputHalos(tuple(windows), dims, rows), (dims,))
 
 
 @rule_for(*overloads("roll"))
@@ -115,7 +95,7 @@ def roll(op: Op) -> ShardingRule:
         return {"shifts": [0 if n > 1 else s for n, s in zip(counts, shifts, strict=True)]}
 
     return _build_sliding_window_rule(
-        op, InputHalos(tuple(windows), dims, None, replace=unsharded), (dims,)
+        op, InputHalos(tuple(windows), dims, CIRCULAR, replace=unsharded), (dims,)
     )
 
 

@@ -19,7 +19,6 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from shardwright.core.graph.graph import Op, Value
 from shardwright.core.rules.notation import WithArguments, argument_binder, call_arguments
@@ -83,6 +82,8 @@ class Window:
         padding: number of rows of padding before the first row.
         size: number of rows of the image, without padding.
         count: number of windows.
+        margin: number of rows of a shard beyond its halo: 1 if padding mirrors the rows next to
+            the border row, which is not repeated.
     """
 
     dim: int
@@ -92,6 +93,7 @@ class Window:
     padding: int
     size: int
     count: int
+    margin: int = 0
 
     def first_row(self, index: Any, shards: int) -> Any:
         """Return the global index of the first row that shard `index` of `shards` reads."""
@@ -131,8 +133,38 @@ class Window:
         """
         return largest_shard_count(
             gcd(self.size, self.count),
-            lambda n: max(self.num_rows_before(n), self.num_rows_after(n)) <= self.size // n,
+            lambda n: (
+                max(self.num_rows_before(n), self.num_rows_after(n)) + self.margin <= self.size // n
+            ),
         )
+
+
+@dataclass(frozen=True)
+class Padding:
+    """Rows beyond the ends of a dimension, as `torch.nn.functional.pad` adds them.
+
+    Args:
+        mode: `constant`, `reflect`, `replicate` or `circular`, by which the first row follows the
+            last.
+        value: value of constant padding.
+    """
+
+    mode: str = "constant"
+    value: float = 0.0
+
+    def rows(self, x: Tensor, dim: int, count: int, *, in_front: bool) -> Tensor:
+        """Return the `count` rows in front of `x` or, if not `in_front`, behind it."""
+        size = x.shape[dim]
+        if self.mode == "reflect":
+            return x.narrow(dim, 1 if in_front else size - 1 - count, count).flip(dim)
+        if self.mode == "circular":
+            return x.narrow(dim, size - count if in_front else 0, count)
+        row = x.narrow(dim, 0 if in_front else size - 1, 1)
+        row = row if self.mode == "replicate" else torch.full_like(row, self.value)
+        return row.expand(*x.shape[:dim], count, *x.shape[dim + 1 :])
+
+
+ZEROS, CIRCULAR = Padding(), Padding("circular")
 
 
 def input_windows(op: Op, kernel_size: Sequence[int]) -> tuple[Window, ...]:
@@ -161,8 +193,11 @@ def spatial_windows(
     dilations = expand_per_dim(arguments.get("dilation", 1), num_dims)
     # A dilated kernel reads every d-th row.
     extents = [d * (size - 1) + 1 for d, size in zip(dilations, kernel_size, strict=True)]
-    padding, first = arguments["padding"], len(image) - num_dims
-    if isinstance(padding, str):
+    first, padding = len(image) - num_dims, arguments.get("padding")
+    if padding is None:
+        # The pad of `padded_convolution` lists (before, after) of the last dimension first.
+        paddings = [*arguments["pad"][::2], *(0,) * num_dims][:num_dims][::-1]
+    elif isinstance(padding, str):
         # An odd row of padding goes after the last row.
         paddings = [(extent - 1) // 2 if padding == "same" else 0 for extent in extents]
     else:
@@ -176,6 +211,7 @@ def spatial_windows(
             padding=paddings[n],
             size=image[first + n],
             count=counts[n],
+            margin=int(arguments.get("mode") == "reflect"),
         )
         for n in range(num_dims)
     )
@@ -245,8 +281,7 @@ class InputHalos:
     Args:
         windows: windows along spatial dimensions.
         dims: factor of each dimension of the image.
-        padding_value: value of padding; None for a cyclic shift, in which the first row follows the
-            last.
+        padding: the rows beyond the ends of the image.
         pads_all: whether the kernel also pads dimensions that are not sharded; otherwise the
             operator pads them.
         replace: returns the arguments that a shard's call replaces.
@@ -255,7 +290,7 @@ class InputHalos:
 
     windows: tuple[SlidingDim, ...]
     dims: Dims
-    padding_value: float | None = 0.0
+    padding: Padding = ZEROS
     pads_all: bool = False
     replace: Callable[[Op, LocalSharding], dict[str, Any]] = _replace_no_arguments
     finish: Callable[[Op, LocalSharding], Callable[[Any], Any]] = build_identity
@@ -289,7 +324,7 @@ class InputHalos:
         replaced |= self._remove_explicit_padding(op, [window for window, _ in sharded])
         borders, finish = self.borders(local), self.finish(op, local)
         unsharded = [
-            _UnshardedPadding(window, self.padding_value)
+            _UnshardedPadding(window, self.padding)
             for window in self.windows
             if self.pads_all and local.shard_counts.get(window.factor, 1) == 1
         ]
@@ -312,7 +347,7 @@ class InputHalos:
         exchanges = iter(local.reduce)
         return [
             HaloExchange(
-                *(window, shards, local.index(window.factor), self.padding_value),
+                *(window, shards, local.index(window.factor), self.padding),
                 from_previous=next(exchanges) if window.num_rows_before(shards) else None,
                 from_next=next(exchanges) if window.num_rows_after(shards) else None,
             )
@@ -320,10 +355,14 @@ class InputHalos:
         ]
 
     def _remove_explicit_padding(self, op: Op, sharded: Sequence[SlidingDim]) -> dict[str, Any]:
-        padding = call_arguments(op).get("padding")
+        # The exchange of halos has already padded.
+        padding, pad = (call_arguments(op).get(name) for name in ("padding", "pad"))
+        if pad is not None:
+            # Pairs of the last dimension first.
+            pairs = [len(self.dims) - 1 - window.dim for window in sharded]
+            return {"pad": [0 if i // 2 in pairs else rows for i, rows in enumerate(pad)]}
         if padding is None:
             return {}
-        # The exchange of halos has already padded.
         if isinstance(padding, str):
             return {"padding": "valid"}
         # Dimensions that are not sharded are padded by the operator unless the kernel pads all.
@@ -341,17 +380,19 @@ class _UnshardedPadding:
 
     Args:
         window: window along the dimension.
-        value: value of padding.
+        padding: the rows beyond the ends of the dimension.
     """
 
     window: SlidingDim
-    value: float | None
+    padding: Padding
 
     def extend(self, x: Tensor) -> Tensor:
         """Return the image with padding, from the first to the last row that a window reads."""
         before, after = self.window.num_rows_before(1), self.window.num_rows_after(1)
-        trailing = (0, 0) * (x.ndim - 1 - self.window.dim)
-        padded = functional.pad(x, (*trailing, before, after), value=self.value)
+        dim, rows = self.window.dim, self.padding.rows
+        padded = torch.cat(
+            [rows(x, dim, before, in_front=True), x, rows(x, dim, after, in_front=False)], dim
+        )
         # With a stride above 1, windows may leave out the last rows.
         return padded.narrow(self.window.dim, 0, self.window.num_rows(1))
 
@@ -364,7 +405,7 @@ class HaloExchange:
         window: window along the dimension.
         shards: number of shards of the dimension.
         index: index of the local shard.
-        padding_value: value of padding; None without padding.
+        padding: the rows beyond the ends of the dimension.
         from_previous: returns rows of the previous shard; None if the windows read no row of the
             previous shard.
         from_next: returns rows of the next shard; None if the windows read no row of the next
@@ -374,7 +415,7 @@ class HaloExchange:
     window: SlidingDim
     shards: int
     index: Any
-    padding_value: float | None
+    padding: Padding
     from_previous: Reduce | None
     from_next: Reduce | None
 
@@ -385,10 +426,10 @@ class HaloExchange:
         before, after = window.num_rows_before(shards), window.num_rows_after(shards)
         if self.from_previous is not None:
             rows = self.from_previous(x.narrow(dim, size - before, before))
-            blocks.insert(0, self._pad_rows_at_outer_border(rows, 0))
+            blocks.insert(0, self._pad_at_outer_border(x, rows, in_front=True))
         if self.from_next is not None:
             rows = self.from_next(x.narrow(dim, 0, after))
-            blocks.append(self._pad_rows_at_outer_border(rows, shards - 1))
+            blocks.append(self._pad_at_outer_border(x, rows, in_front=False))
         extended = torch.cat(blocks, dim) if len(blocks) > 1 else x
         # Every row with its halo is read; otherwise windows shift against rows from shard to shard.
         if before + size + after == window.num_rows(shards):
@@ -396,9 +437,12 @@ class HaloExchange:
         start = window.halo_start(self.index, shards)
         return extended.narrow(dim, start, window.num_rows(shards))
 
-    def _pad_rows_at_outer_border(self, rows: Tensor, border_shard: int) -> Tensor:
-        if self.padding_value is None:
-            return rows
+    def _pad_at_outer_border(self, x: Tensor, rows: Tensor, *, in_front: bool) -> Tensor:
         # The exchange is a cycle: the outermost shards get each other's rows.
+        if self.padding.mode == "circular":
+            return rows
+        border_shard = 0 if in_front else self.shards - 1
         is_outermost = torch.full((1,), border_shard, device=rows.device) == self.index
-        return rows.masked_fill(is_outermost, self.padding_value)
+        dim = self.window.dim
+        padding = self.padding.rows(x, dim, rows.shape[dim], in_front=in_front)
+        return torch.where(is_outermost, padding, rows)
