@@ -20,9 +20,8 @@ from integrations.frameworks_cases import (
     optimizer_of,
     schedule_of,
 )
-from shardwright.errors import CheckpointError, ConfigError
+from shardwright.errors import CheckpointError
 from shardwright.integrations import accelerate
-from shardwright.integrations.versions import require_version
 from torchrun import torchrun
 
 
@@ -61,16 +60,6 @@ def test_accelerate_on_one_process_reads_the_saved_state(ranks: tuple[str, Path]
     one_process.schedule.load_state_dict(schedule.state_dict())
     assert_equal_runs(one_process.epoch(), wanted)
     assert (folder / "model" / "model.safetensors").is_file()
-
-
-def test_a_version_that_is_too_old_or_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardwright.integrations.versions.version", lambda _: "0.9.1rc1")
-    with pytest.raises(ConfigError, match=r"needs `accelerate` 1.0 or newer, but 0.9.1rc1 is"):
-        require_version("accelerate", "1.0", "this")
-    monkeypatch.undo()
-    with pytest.raises(ConfigError, match="needs `no-such-package`, which is not installed"):
-        require_version("no-such-package", "1.0", "this")
-    require_version("torch", "2.11", "this")
 
 
 @pytest.mark.parametrize("content", ["[1, 2]", "[[1]]", "{}", "[[1, [2]]]", "text", ""])

@@ -49,10 +49,8 @@ from shardwright.integrations.unplanned_parameters import (
 from shardwright.integrations.versions import require_version
 from shardwright.text_files import parse_json, read_text, short_repr, write_text
 
-OLDEST_VERSION = "1.0"
-require_version("accelerate", OLDEST_VERSION, "shardwright.integrations.accelerate")
+require_version("accelerate", "shardwright.integrations.accelerate")
 
-# After the check of the version, as an older one may not have these names.
 from accelerate.data_loader import prepare_data_loader  # noqa: E402
 from accelerate.optimizer import AcceleratedOptimizer  # noqa: E402
 from accelerate.scheduler import AcceleratedScheduler  # noqa: E402

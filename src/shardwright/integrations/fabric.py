@@ -29,10 +29,8 @@ from shardwright.integrations.lightning_folder import (
 )
 from shardwright.integrations.versions import require_version
 
-OLDEST_FABRIC = "2.4"
-require_version("lightning", OLDEST_FABRIC, "shardwright.integrations.fabric")
+require_version("lightning", "shardwright.integrations.fabric")
 
-# After the check of the version, as an older one may not have these names.
 from lightning.fabric import strategies  # noqa: E402
 from lightning.fabric.wrappers import _unwrap_objects  # noqa: E402
 

@@ -23,8 +23,7 @@ from shardwright.integrations.lightning_folder import (
 )
 from shardwright.integrations.versions import require_version
 
-OLDEST_LIGHTNING = "2.4"
-require_version("lightning", OLDEST_LIGHTNING, "shardwright.integrations.lightning")
+require_version("lightning", "shardwright.integrations.lightning")
 
 from lightning.fabric.utilities.optimizer import _optimizers_to_device  # noqa: E402
 from lightning.pytorch import strategies  # noqa: E402

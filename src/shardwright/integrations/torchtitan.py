@@ -28,10 +28,8 @@ from shardwright.integrations.plan_on_call import read_plan
 from shardwright.integrations.rank_data import DataShards
 from shardwright.integrations.versions import require_version
 
-OLDEST_TORCHTITAN = "0.3"
-require_version("torchtitan", OLDEST_TORCHTITAN, "shardwright.integrations.torchtitan")
+require_version("torchtitan", "shardwright.integrations.torchtitan")
 
-# After the check of the version, as an older one may not have these names.
 from torchtitan.distributed.activation_checkpoint import FullAC  # noqa: E402
 from torchtitan.distributed.utils import set_spmd_backend  # noqa: E402
 from torchtitan.models.common.attention import ScaledDotProductAttention  # noqa: E402

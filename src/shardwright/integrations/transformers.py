@@ -40,16 +40,14 @@ from shardwright.integrations.trainer_checkpoints import (
     save_optimizer,
     share_random_state,
 )
+from shardwright.integrations.versions import require_version
 
-try:
-    from accelerate.data_loader import prepare_data_loader
-    from accelerate.utils import RNGType
-    from transformers import trainer, trainer_callback, trainer_pt_utils
-except ImportError as error:
-    raise ConfigError(
-        f"ShardwrightTrainer needs `transformers` and `accelerate` ({error})\npip install "
-        "'shardwright[transformers]'"
-    ) from None
+require_version("transformers", "ShardwrightTrainer")
+require_version("accelerate", "ShardwrightTrainer")
+
+from accelerate.data_loader import prepare_data_loader  # noqa: E402
+from accelerate.utils import RNGType  # noqa: E402
+from transformers import trainer, trainer_callback, trainer_pt_utils  # noqa: E402
 
 log = logging.getLogger("shardwright")
 
@@ -57,12 +55,6 @@ Trainer: Any = trainer.Trainer
 """`transformers.Trainer`, untyped because its types differ between versions."""
 
 batch_size_of: Any = trainer_pt_utils.find_batch_size
-
-# A method of version 5 that this class overrides.
-if not hasattr(Trainer, "_prepare_for_training"):
-    raise ConfigError(
-        "ShardwrightTrainer needs `transformers` 5 or newer\npip install -U transformers"
-    )
 
 
 class ShardwrightTrainer(Trainer):  # type: ignore[misc]

@@ -7,18 +7,28 @@ from importlib.metadata import PackageNotFoundError, version
 
 from shardwright.errors import ConfigError
 
+OLDEST_VERSIONS = {
+    "accelerate": "1.1",
+    "lightning": "2.6",
+    "torchtitan": "0.3",
+    "transformers": "5.0",
+}
+"""The oldest supported version of each library, as in the extras of `pyproject.toml`."""
 
-def require_version(package: str, oldest: str, feature: str) -> None:
-    """Check that `package` is installed in version `oldest` or a newer one.
+
+def require_version(package: str, feature: str) -> None:
+    """Check that a supported version of a library is installed.
+
+    Call it before names of the library are imported, which an older version may lack.
 
     Args:
-        package: name of the package, as in the package index.
-        oldest: the oldest version that is supported, such as `2.4`.
-        feature: the feature that needs the package; first words of the error message.
+        package: name of the library in the package index, a key of `OLDEST_VERSIONS`.
+        feature: the feature that needs the library; first words of the error message.
 
     Raises:
-        ConfigError: if the package is missing or older.
+        ConfigError: if the library is missing or too old.
     """
+    oldest = OLDEST_VERSIONS[package]
     try:
         installed = version(package)
     except PackageNotFoundError:
