@@ -41,3 +41,33 @@ def test_views_of_another_dtype_are_gathered_as_such(
     model, x = Spectral(torch.randn(shape, dtype=dtype), view), (torch.randn(8, 2, 3),)
     plan = sw.plan(model, x, devices=2, **PLAN)
     assert sw.check(model, x, None, plan).passes()
+
+
+class Queries(nn.Module):
+    """A linear layer of a parameter that is expanded to the samples, of which it saves a copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries, self.linear = nn.Parameter(torch.randn(1, 4, 16)), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.linear(self.queries.expand(len(x), -1, -1)) * x).mean()
+
+
+class Quantized(nn.Module):
+    """A linear layer whose weight is scaled by its detached maximum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.linear.weight.abs().amax().detach()
+        return (x @ self.linear.weight * scale + self.linear.bias).exp().mean()
+
+
+@pytest.mark.parametrize("make", [Queries, Quantized])
+def test_gathers_are_planned_for_what_the_backward_pass_reads(make: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    model, x = make(), (torch.randn(8, 4, 16),)
+    assert sw.check(model, x, None, sw.plan(model, x, devices=2, **PLAN)).passes()

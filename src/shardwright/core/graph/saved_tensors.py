@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -76,24 +77,25 @@ class _OperatorKey:
 
     Args:
         target: the operator's target.
-        arguments: `repr` of the arguments, with shape, dtype and differentiability of each tensor.
+        arguments: `repr` of the arguments, with shape, strides, dtype and differentiability of each
+            tensor.
         op: an operator with this key; ignored when keys are compared.
+        strides: strides of inputs that are not contiguous; compared as part of `arguments`.
     """
 
     target: OpTarget
     arguments: str
     op: Op = field(compare=False)
+    strides: Mapping[Value, tuple[int, ...]] = field(compare=False)
 
     @classmethod
-    def of(cls, op: Op) -> _OperatorKey:
+    def of(cls, op: Op, strides: Mapping[Value, tuple[int, ...]] = MappingProxyType({})) -> Self:
+        def tensor_type(value: Value) -> tuple[Any, ...]:
+            return value.shape, strides.get(value), value.dtype, value.differentiable
+
         # As text, because lists among the arguments have no hash.
-        return cls(
-            op.target, repr(pytree.tree_map_only(Value, _get_value_type, (op.args, op.kwargs))), op
-        )
-
-
-def _get_value_type(value: Value) -> tuple[Any, ...]:
-    return value.shape, value.dtype, value.differentiable
+        arguments = repr(pytree.tree_map_only(Value, tensor_type, (op.args, op.kwargs)))
+        return cls(op.target, arguments, op, strides)
 
 
 @lru_cache(maxsize=1 << 12)
@@ -105,6 +107,10 @@ def _run_on_fake_tensors(key: _OperatorKey) -> SavedTensors:
         # Not on the meta device, on which attention is decomposed: CPU and CUDA have a fused
         # kernel, which saves far less.
         fake_input = torch.empty(value.shape, dtype=value.dtype, device="cpu")
+        if value in key.strides:
+            fake_input = torch.empty_strided(
+                value.shape, key.strides[value], dtype=value.dtype, device="cpu"
+            )
         inputs.append(fake_input.requires_grad_(value.differentiable))
         return fake_input
 
@@ -198,8 +204,7 @@ def needed_in_backward(graph: Graph) -> frozenset[InputUse]:
     """
     needed: set[InputUse] = set()
     views: dict[Value, InputUse] = {}
-    state = [*graph.parameters, *graph.buffers]
-    bases = view_bases(graph, state)
+    bases, strides = _find_views(graph, [*graph.parameters, *graph.buffers])
     for op in graph.ops:
         uses = {
             index: views.get(value, (op.name, index))
@@ -212,7 +217,14 @@ def needed_in_backward(graph: Graph) -> frozenset[InputUse]:
             # The viewed tensor is the first input.
             views |= dict.fromkeys(op.outputs, uses[0])
             continue
-        saved = range(len(op.inputs)) if is_opaque(op.target) else saved_tensors(op).inputs
+        # Autograd saves inputs of an operator, but does not read them if its outputs are detached.
+        if not any(value.differentiable for value in op.outputs):
+            continue
+        saved: Iterable[int] = range(len(op.inputs))
+        if not is_opaque(op.target):
+            # A linear layer of an expanded parameter saves a copy, not the parameter.
+            key = _OperatorKey.of(op, {v: strides[v] for v in op.inputs if v in strides})
+            saved = (_run_on_fake_tensors(key) if key.strides else saved_tensors(op)).inputs
         needed.update(use for index, use in uses.items() if index in saved)
     return frozenset(needed)
 
@@ -250,6 +262,13 @@ def view_bases(graph: Graph, bases: Iterable[Value]) -> dict[Value, Value]:
         graph: the graph whose operators make the views.
         bases: parameters and buffers, which are contiguous.
     """
+    return _find_views(graph, bases)[0]
+
+
+def _find_views(
+    graph: Graph, bases: Iterable[Value]
+) -> tuple[dict[Value, Value], dict[Value, tuple[int, ...]]]:
+    """Return (the base of each view, the strides of each view that is not contiguous)."""
     base_of = {base: base for base in bases}
     fakes: dict[Value, Tensor] = {}
     with FakeTensorMode(), torch.no_grad():
@@ -272,7 +291,8 @@ def view_bases(graph: Graph, bases: Iterable[Value]) -> dict[Value, Value]:
             if all(storage_id(result) == storage for result in results):
                 fakes |= zip(op.outputs, results, strict=True)
                 base_of |= dict.fromkeys(op.outputs, base_of[op.inputs[0]])
-    return {value: base for value, base in base_of.items() if value != base}
+    views = {value: base for value, base in base_of.items() if value != base}
+    return views, {v: fakes[v].stride() for v in views if not fakes[v].is_contiguous()}
 
 
 def _may_return_view(op: Op) -> bool:
