@@ -58,18 +58,24 @@ class CandidateFitting(SearchQueue):
             self._queue_aligned_candidate(queued, bound)
         else:
             for search in self._searches_by_block_depth(queued):
-                expected = replace(queued.candidate, decisions=search.expected_decisions())
-                self.add(
-                    bound,
-                    replace(queued, recompute_search=search),
-                    RECOMPUTED_BOUND * expected.seconds,
-                )
+                self._queue_recompute_search(replace(queued, recompute_search=search), bound)
         return None
+
+    def _queue_recompute_search(self, queued: QueuedCandidate, bound: float) -> None:
+        """Queue `queued.recompute_search` with the step time that it expects."""
+        assert queued.recompute_search is not None
+        decisions = queued.recompute_search.expected_decisions()
+        expected = replace(queued.candidate, decisions=decisions)
+        self.add(bound, queued, RECOMPUTED_BOUND * expected.seconds)
 
     def _run_recompute_search(
         self, queued: QueuedCandidate, search: RecomputeSearch, bound: float
     ) -> None:
-        """Find the least recomputation with which the candidate fits, and queue the result."""
+        """Find the least recomputation with which the candidate fits, and queue the result; or
+        queue the search again if it expects more recomputation than before."""
+        if self.recompute_cache.expects_more_recompute(queued.candidate, search):
+            self._queue_recompute_search(queued, bound)
+            return
         # Recomputation is searched for only under a limit, so the limit is never None here.
         result, limit = search.run(), self.limit or 0
         log.info("%s: %s of %s", queued.attempt, bytes_text(result.memory.peak), bytes_text(limit))
@@ -77,6 +83,7 @@ class CandidateFitting(SearchQueue):
             # By an estimate the candidate should have fitted, so the next search makes dry runs.
             self.add(bound, replace(queued, recompute_search=None, trust_estimate=False))
             return
+        self.recompute_cache.record_fitted(queued.candidate, search)
         fitted = replace(
             queued.candidate, decisions=result.decisions, measured_memory=result.memory
         )

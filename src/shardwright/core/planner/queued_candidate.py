@@ -66,14 +66,17 @@ class RecomputeCache:
             micro-batches.
         depths_by_chunks: groups of depths of the module tree (`RecomputeBlocks.depths`), by numbers
             of micro-batches and chunks.
-        measured_ratios: largest ratio of measured to estimated peak memory so far, by numbers of
-            micro-batches and stages, schedule and ZeRO level.
+        measured_ratios: largest ratio of measured to estimated peak memory with full recomputation
+            so far, by numbers of micro-batches and stages, schedule and ZeRO level.
+        fitted_ratios: smallest ratio so far with the least recomputation that fits
+            (`RecomputeSearch.measured_peak_ratio`), by the same key.
     """
 
     levels_by_cuts: dict[object, RecomputeLevels] = field(default_factory=dict)
     blocks_by_cuts: dict[object, RecomputeBlocks] = field(default_factory=dict)
     depths_by_chunks: dict[tuple[int, int], Sequence[Sequence[int]]] = field(default_factory=dict)
     measured_ratios: dict[object, float] = field(default_factory=dict)
+    fitted_ratios: dict[object, float] = field(default_factory=dict)
 
     def blocks(self, candidate: Candidate) -> RecomputeBlocks:
         """Return the blocks of a candidate that may be recomputed, for any division into stages."""
@@ -110,11 +113,7 @@ class RecomputeCache:
             depth: depth of the module tree at which modules are recomputed as blocks.
             limit: memory limit in bytes per device.
         """
-        candidate = queued.candidate
-        sharding = candidate.decisions.sharding
-        level = None if sharding is None else sharding.level
-        # Not by cuts: estimates for one pipeline and ZeRO level are taken to err alike.
-        ratio_key = _make_pipeline_key(candidate), level
+        candidate, ratio_key = queued.candidate, _make_ratio_key(queued.candidate)
         ratio = self.measured_ratios.get(ratio_key)
         stages = self.recompute_levels(candidate).at_depth(depth)
         recompute_search = RecomputeSearch(
@@ -131,6 +130,22 @@ class RecomputeCache:
             self.measured_ratios[ratio_key] = max(ratio or 0.0, recompute_search.measured_ratio)
         return recompute_search
 
+    def expects_more_recompute(self, candidate: Candidate, search: RecomputeSearch) -> bool:
+        """Whether searches of similar plans have found estimates to be too low since `search` was
+        made; if so, `search.peak_ratio` is raised."""
+        ratio = self.fitted_ratios.get(_make_ratio_key(candidate), 0.0)
+        if ratio <= search.peak_ratio:
+            return False
+        search.peak_ratio = ratio
+        return True
+
+    def record_fitted(self, candidate: Candidate, search: RecomputeSearch) -> None:
+        """Record how far estimates were from what `search` has measured."""
+        if search.measured_peak_ratio is not None:
+            key = _make_ratio_key(candidate)
+            smallest = self.fitted_ratios.get(key, search.measured_peak_ratio)
+            self.fitted_ratios[key] = min(smallest, search.measured_peak_ratio)
+
 
 def memory_and_time_key(candidate: Candidate, attempt: Attempt) -> object:
     """Return a hashable key that is equal for candidates with equal memory and equal step time."""
@@ -145,3 +160,9 @@ def memory_and_time_key(candidate: Candidate, attempt: Attempt) -> object:
 def _make_pipeline_key(candidate: Candidate) -> object:
     pipeline = candidate.pipeline
     return pipeline.micro_batches, pipeline.stages, pipeline.schedule
+
+
+def _make_ratio_key(candidate: Candidate) -> object:
+    """Return the key of plans whose memory estimates are taken to err alike, whatever the cuts."""
+    sharding = candidate.decisions.sharding
+    return _make_pipeline_key(candidate), None if sharding is None else sharding.level

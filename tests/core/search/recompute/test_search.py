@@ -17,7 +17,7 @@ from shardwright.core.cost.memory import Memory, memory
 from shardwright.core.cost.memory_bounds import memory_lower_bounds
 from shardwright.core.graph.graph import Graph
 from shardwright.core.partition.communication import communication
-from shardwright.core.partition.decisions import Decisions, Recompute
+from shardwright.core.partition.decisions import Decisions, OptimizerParallel, Recompute
 from shardwright.core.partition.partitioned import Partitioned
 from shardwright.core.search.recompute.blocks import RecomputeBlocks, RecomputeCosts
 from shardwright.core.search.recompute.levels import RecomputeLevels
@@ -195,6 +195,28 @@ def test_of_what_cannot_fit_only_the_stage_that_needs_most_is_measured() -> None
     least = fit.fully_recomputed.memory
     assert fit.largest_stage == least.stages[fit.largest_stage.stage]
     assert fit.largest_stage.peak >= 0.95 * least.peak
+
+
+def test_a_search_with_the_ratio_of_a_similar_plan_expects_more_recomputation() -> None:
+    hsdp = OptimizerParallel("level3", threshold=0)
+    plan = sw.plan(GRAPH, devices=4, mode="data_parallel", hsdp=hsdp)
+    levels = RecomputeLevels(RecomputeBlocks(GRAPH, plan.mesh, plan.decisions), plan.pipeline)
+    others = memory_lower_bounds(plan.partitioned, "adamw")
+
+    def search(limit: int) -> RecomputeSearch:
+        measure, depth = partial(measured, plan), levels.depths[0][0]
+        return RecomputeSearch(levels.at_depth(depth), plan.decisions, measure, limit, others)
+
+    floor, plain = search(1).fully_recomputed.memory.peak, measured(plan, plan.decisions).peak
+    for share in (0.1, 0.5):
+        limit = int(floor + share * (plain - floor))
+        first, second = search(limit), search(limit)
+        needed = work_again(plan, first.run().decisions)
+        before = work_again(plan, second.expected_decisions())
+        assert first.measured_peak_ratio is not None
+        second.peak_ratio = first.measured_peak_ratio
+        after = work_again(plan, second.expected_decisions())
+        assert before < after <= needed
 
 
 def test_what_another_plan_of_its_kind_needs_makes_an_estimate_enough() -> None:

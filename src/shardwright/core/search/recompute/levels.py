@@ -130,22 +130,33 @@ class StageLevels:
             )
         )
 
-    def expected_level(self, other_bytes: int, limit: int, min_ratio: float = 1.0) -> int:
+    def expected_level(self, other_bytes: int, limit: int, peak_ratio: float = 1.0) -> int:
         """Return the lowest recomputation level whose estimated peak memory is at most `limit`, or
         the last level.
 
         Args:
             other_bytes: bytes per device without activations.
             limit: memory limit in bytes per device.
-            min_ratio: factor by which the estimate is multiplied.
+            peak_ratio: expected ratio of measured to estimated peak memory.
         """
         largest, smallest = self.activation_bytes
-        missing = min_ratio * (other_bytes + largest) - limit
+        missing = peak_ratio * (other_bytes + largest) - limit
         return (
             0
             if missing <= 0
             else self.first_level_freeing(min(1.0, missing / max(largest - smallest, 1)))
         )
+
+    def peak_ratio(self, other_bytes: int, level: int, peak: int) -> float:
+        """Return the ratio with which `expected_level` predicts the peak memory `peak` of the stage
+        at a recomputation level.
+
+        Args:
+            other_bytes: bytes per device without activations.
+        """
+        largest, smallest = self.activation_bytes
+        freed = self.freed_share(level) * (largest - smallest)
+        return (peak + freed) / max(other_bytes + largest, 1)
 
     def level_freeing_more(self, level: int, missing: int) -> int:
         """Return the lowest recomputation level that frees an estimated `missing` bytes per device

@@ -65,6 +65,8 @@ class RecomputeSearch:
             `estimate_fits` is computed; None to always run the dry run at the last levels.
 
     Attributes:
+        peak_ratio: expected ratio of the measured to the estimated peak memory of each stage
+            (`StageLevels.peak_ratio`); by default 1, to be replaced by that of a similar plan.
         estimate_fits: whether the estimated peak at the last levels, times `max_ratio`, is within
             the limit, so that the dry run at these levels is skipped.
     """
@@ -85,6 +87,7 @@ class RecomputeSearch:
             limit,
         )
         self._other_bytes = other_bytes
+        self.peak_ratio = 1.0
         self._estimates = [
             stage.fully_recomputed_bytes(size)
             for stage, size in zip(stages, other_bytes, strict=True)
@@ -94,6 +97,7 @@ class RecomputeSearch:
         self._peaks: list[dict[int, int]] = [{} for _ in stages]
         self._measured_levels: dict[object, set[int]] = {stage.key: set() for stage in stages}
         self._fully_recomputed: MeasuredDecisions | None = None
+        self._fitted: tuple[Levels, Memory] | None = None
 
     @property
     def fully_recomputed(self) -> MeasuredDecisions:
@@ -144,6 +148,21 @@ class RecomputeSearch:
         return self.largest_stage.peak / max(self._estimates)
 
     @property
+    def measured_peak_ratio(self) -> float | None:
+        """`StageLevels.peak_ratio` at the levels that `run` has found, the smallest of all stages
+        whose peak is inside of a pass; None before, and if there is no such stage."""
+        if self._fitted is None:
+            return None
+        levels, memory = self._fitted
+        stages = zip(self._stages, self._other_bytes, levels, memory.stages, strict=True)
+        ratios = (
+            stage.peak_ratio(other_bytes, level, measured.peak)
+            for stage, other_bytes, level, measured in stages
+            if measured.in_a_pass
+        )
+        return min(ratios, default=None)
+
+    @property
     def peak_outside_passes(self) -> int:
         """Largest measured peak outside of forward and backward passes at the highest recomputation
         levels, in bytes; 0 if all peaks are inside of passes.
@@ -174,7 +193,9 @@ class RecomputeSearch:
             # The dry run of the final combination comes from the cache.
             if all(level in peaks for level, peaks in zip(levels, self._peaks, strict=True)):
                 decisions = self._decisions_at_levels(levels)
-                return MeasuredDecisions(decisions, self._measure(decisions, None))
+                memory = self._measure(decisions, None)
+                self._fitted = levels, memory
+                return MeasuredDecisions(decisions, memory)
             self._measure_levels(levels)
 
     def _measure_levels(self, levels: Levels) -> MeasuredDecisions:
@@ -204,7 +225,9 @@ class RecomputeSearch:
             nearest = min(peaks, key=lambda level: abs(peaks[level] - self._limit))
             guess = stage.level_freeing_more(nearest, peaks[nearest] - self._limit)
         else:
-            guess = stage.expected_level(self._other_bytes[stage_index], self._limit)
+            guess = stage.expected_level(
+                self._other_bytes[stage_index], self._limit, self.peak_ratio
+            )
         # Levels measured for a stage with equal chunks come from the cache of dry runs.
         measured_levels = self._measured_levels[stage.key].intersection(between)
         return min(measured_levels or between, key=lambda level: (abs(level - guess), level))
