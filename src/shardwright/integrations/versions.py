@@ -11,7 +11,7 @@ OLDEST_VERSIONS = {
     "accelerate": "1.1",
     "lightning": "2.6",
     "torchtitan": "0.3",
-    "transformers": "5.0",
+    "transformers": "5.3",
 }
 """The oldest supported version of each library, as in the extras of `pyproject.toml`."""
 
