@@ -51,4 +51,6 @@ def test_the_best_plan_so_far_is_reported_and_the_plan_is_the_same(
     records = [each for each in caplog.records if each.levelno >= logging.WARNING]
     messages = [each.message for each in records if each.name == "shardwright.search"]
     assert messages[0].startswith("the search has taken 123 s and goes on: no plan is known to fit")
+    # From the first report with candidates on, although the bounds of others are lower.
+    assert all("the best plan so far" in each for each in messages[1:])
     assert f"the best plan so far takes {found.step_time:.4g} s per step" in messages[-1]

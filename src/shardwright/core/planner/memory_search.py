@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 
 from shardwright.core.plan.ranked import LeftOut, PlanKind
 from shardwright.core.planner.attempts import memory_limit_error
@@ -23,10 +23,15 @@ from shardwright.core.planner.candidate_fitting import CandidateFitting
 from shardwright.core.planner.group_search import GroupSearch
 from shardwright.core.planner.queued_candidate import QueuedCandidate
 from shardwright.core.planner.ranking import Ranking, requested_kind
+from shardwright.core.planner.search_queue import QueueEntry
 from shardwright.errors import ShardwrightError, one_line
 from shardwright.progress import OnProgress, nested_progress
 
 log = logging.getLogger("shardwright.search")
+
+MAX_EXAMINATIONS = 32
+"""Maximum number of examinations of candidates for a first plan that is known to fit; a candidate
+takes about five."""
 
 
 class MemorySearch(GroupSearch, CandidateFitting):
@@ -49,20 +54,43 @@ class MemorySearch(GroupSearch, CandidateFitting):
         """Return the fastest candidate in the queue that fits; None if all lower bounds are at
         least `below` seconds."""
         while self.queue and self.queue[0][0] < below:
-            bound, _, _, entry = front = heappop(self.queue)
-            try:
-                if not isinstance(entry, QueuedCandidate):
-                    self._examine_options(bound, entry)
-                elif (fitted := self._examine_candidate(entry, bound)) is not None:
-                    return fitted
-            except KeyboardInterrupt:
-                # `fitting_candidates` reads the queue after Ctrl-C.
-                heappush(self.queue, front)
-                raise
+            fitted = self._examine(heappop(self.queue))
+            if fitted is not None:
+                return fitted
             seconds = self.report_times.due()
             if seconds is not None:
                 self._log_best_candidate(seconds)
         return None
+
+    def _examine(self, front: QueueEntry) -> Candidate | None:
+        """Examine an entry that was taken from the queue; return the candidate if it fits."""
+        bound, _, _, entry = front
+        try:
+            if isinstance(entry, QueuedCandidate):
+                return self._examine_candidate(entry, bound)
+            self._examine_options(bound, entry)
+        except KeyboardInterrupt:
+            # `fitting_candidates` reads the queue after Ctrl-C.
+            heappush(self.queue, front)
+            raise
+        return None
+
+    def _fit_fastest_candidate(self) -> None:
+        """Examine the fastest queued candidates until one is known to fit, or enough were tried."""
+        for _ in range(MAX_EXAMINATIONS):
+            candidates = [front for front in self.queue if isinstance(front[-1], QueuedCandidate)]
+            if not candidates:
+                return
+            front = min(candidates)
+            self.queue.remove(front)
+            heapify(self.queue)
+            fitted = self._examine(front)
+            if fitted is not None:
+                bound, seconds, _, queued = front
+                assert isinstance(queued, QueuedCandidate)
+                self.add(bound, replace(queued, candidate=fitted, fits=True), seconds)
+            if any(isinstance(e, QueuedCandidate) and e.fits for *_, e in self.queue):
+                return
 
     def _log_best_candidate(self, seconds: float) -> None:
         """Log the fastest candidate that is known to fit.
@@ -71,6 +99,10 @@ class MemorySearch(GroupSearch, CandidateFitting):
             seconds: elapsed seconds of the search.
         """
         fitting = self.fitting_candidates()
+        if not fitting:
+            # Candidates are fitted in the order of their bounds, so that the first may come late.
+            self._fit_fastest_candidate()
+            fitting = self.fitting_candidates()
         # The front has the smallest lower bound of all plans that are left.
         bound = self.queue[0][0] if self.queue else 0.0
         if not fitting:

@@ -24,6 +24,9 @@ from shardwright.core.planner.stage_options import QueuedOptions
 from shardwright.core.search.recompute.search import MeasuredDecisions
 from shardwright.errors import ShardwrightError
 
+QueueEntry = tuple[float, float, int, QueuedCandidate | QueuedOptions]
+"""(Lower bound in seconds, lower bound in seconds of the entry alone, entry number, entry)."""
+
 
 @dataclass
 class SearchQueue:
@@ -44,8 +47,7 @@ class SearchQueue:
         errors: options with which the model cannot be planned, each with the error.
         smallest_peaks: smallest measured peak above the limit, in bytes per device, by plan kind.
         entry_keys: keys of the candidates that were queued or dropped.
-        queue: heap of (lower bound in seconds, lower bound in seconds of the entry alone, entry
-            number, entry).
+        queue: heap of entries, the smallest lower bound first.
         entry_numbers: numbers that break ties, as entries cannot be compared.
         num_attempts: number of attempts of the search.
         num_searched: number of attempts that were searched.
@@ -63,9 +65,7 @@ class SearchQueue:
     errors: list[tuple[PlanOptions, ShardwrightError]] = field(default_factory=list)
     smallest_peaks: dict[PlanKind, int] = field(default_factory=dict)
     entry_keys: set[object] = field(default_factory=set)
-    queue: list[tuple[float, float, int, QueuedCandidate | QueuedOptions]] = field(
-        default_factory=list
-    )
+    queue: list[QueueEntry] = field(default_factory=list)
     entry_numbers: Iterator[int] = field(default_factory=count)
     num_attempts: int = 1
     num_searched: int = 0
