@@ -14,6 +14,7 @@ from torch import nn
 import shardwright as sw
 from shardwright.core.planner import candidate, candidate_fitting, group_search, step_bound
 from shardwright.core.planner.candidate import Candidate
+from shardwright.core.planner.candidate_bound import CandidateBound
 from shardwright.core.planner.group_search import GroupSearch
 from shardwright.core.planner.stage_options import LowestSeconds, QueuedOptions
 
@@ -86,6 +87,8 @@ def test_baselines_say_nothing_about_the_next_mem_coeff() -> None:
         sw.plan(net, (x,), devices=2, cluster="h100")
     baseline = next(each for each in found if each.is_baseline)
     lowest = LowestSeconds()
-    lowest.add(replace(baseline, is_baseline=False), 2.0)
-    lowest.add(baseline, 1.0)
-    assert (lowest.of_group, lowest.searched) == (1.0, 2.0)
+    fast, slow = CandidateBound(baseline, [0.0]), CandidateBound(baseline, [1.0])
+    lowest.lower([replace(slow, candidate=replace(baseline, is_baseline=False))])
+    lowest.lower([fast])
+    assert (lowest.of_group, lowest.searched) == (fast.simulated, slow.simulated)
+    assert fast.simulated < slow.simulated

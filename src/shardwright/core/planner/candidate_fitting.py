@@ -48,6 +48,12 @@ class CandidateFitting(SearchQueue):
         # Without a limit every candidate fits, and only aligning is left to do.
         if queued.fits or (self.limit is None and queued.is_aligned):
             return queued.candidate
+        if queued.pending_bound is not None:
+            tighter = queued.pending_bound.simulated
+            if tighter > bound:
+                self.add(bound, replace(queued, pending_bound=None), tighter)
+                return None
+            queued = replace(queued, pending_bound=None)
         if self.limit is None:
             self._queue_aligned_candidate(queued, queued.candidate.seconds)
         elif queued.recompute_search is not None:

@@ -16,6 +16,7 @@ from math import inf
 from shardwright.core.cost.memory_bounds import memory_lower_bounds
 from shardwright.core.planner.attempts import Attempt
 from shardwright.core.planner.candidate import Candidate
+from shardwright.core.planner.candidate_bound import CandidateBound, min_simulated
 from shardwright.core.planner.captured_model import SharedCuts
 from shardwright.core.planner.queued_candidate import (
     QueuedCandidate,
@@ -166,14 +167,11 @@ class GroupSearch(SearchQueue):
             repeated = [each for each in all_candidates if id(each) not in new_ids]
             entries.extend(self._make_queue_entries(new_candidates, attempt))
         for each in entries:
-            seconds = self._bound_seconds_with_recompute(
-                each.candidate, stage_options, each.min_memory
-            )
-            self.add(bound, each, seconds)
+            seconds = self._bound_of(each.candidate, stage_options, each.min_memory)
+            self.add(bound, replace(each, pending_bound=seconds), seconds.unsimulated)
         if lowest is not None:
-            for each in (*entries, *self.dropped[num_dropped:]):
-                seconds = self._bound_seconds_with_recompute(each.candidate, stage_options)
-                lowest.add(each.candidate, seconds)
+            new_entries = *entries, *self.dropped[num_dropped:]
+            lowest.lower([self._bound_of(each.candidate, stage_options) for each in new_entries])
             # Where the search found earlier cuts again, the last group says how fast they are.
             if any(not each.is_baseline for each in repeated):
                 lowest.searched = min(lowest.searched, queued.previous_lowest)
@@ -183,30 +181,27 @@ class GroupSearch(SearchQueue):
             stage_options.is_too_large = len(self.dropped) > num_dropped
         return entries, new_cuts
 
-    def _bound_seconds_with_recompute(
+    def _bound_of(
         self,
         candidate: Candidate,
         stage_options: StageOptions,
         min_memory: Sequence[int] | None = None,
         counts_overhead: bool = True,
-        simulates_pipeline: bool = True,
-    ) -> float:
-        """Return a lower bound in seconds on the step time of `candidate` with the recomputation
-        that the memory limit requires.
+    ) -> CandidateBound:
+        """Return a lower bound on the step time of `candidate` with the recomputation that the
+        memory limit requires.
 
         Args:
             min_memory: minimum bytes per device of each stage, without activations; by default the
                 minimum over all plans with `stage_options`.
             counts_overhead: whether to count the overhead of the candidate's sharding; otherwise
                 the bound holds with all activations sharded over all devices of their stage.
-            simulates_pipeline: whether the bound simulates the passes of all stages, which makes it
-                tighter.
         """
         # Without a cluster no seconds are predicted, and the order of the phases decides.
         needed = [0.0] * candidate.pipeline.stages
         if stage_options.stage_recompute is not None:
             needed = [*stage_options.stage_recompute(candidate, min_memory, counts_overhead)]
-        return candidate.seconds_with_recompute(needed, simulates_pipeline)
+        return CandidateBound(candidate, needed)
 
     def _queue_attempt_without_zero(
         self, bound: float, queued: QueuedOptions, attempts: list[Attempt], lowest: LowestSeconds
@@ -244,11 +239,10 @@ class GroupSearch(SearchQueue):
         needed = min(map(max, memory))
         if needed <= self.limit:
             unsharded = [each.with_sharding_of(first.options) for each in candidates]
-            for each in unsharded:
-                lowest.add(each, self._bound_seconds_with_recompute(each, stage_options))
+            lowest.lower([self._bound_of(each, stage_options) for each in unsharded])
             # Only candidates whose least memory is within the limit; the others cannot fit.
-            lowest_that_fits = min(
-                self._bound_seconds_with_recompute(each, stage_options, stages)
+            lowest_that_fits = min_simulated(
+                self._bound_of(each, stage_options, stages)
                 for each, stages in zip(unsharded, memory, strict=True)
                 if max(stages) <= self.limit
             )
@@ -309,11 +303,14 @@ class GroupSearch(SearchQueue):
         for counts_overhead in choices:
             # Other values of `mem_coeff` may give other overheads on activations.
             ratio = SIMILAR_BOUND if counts_overhead else 1.0
-            seconds = min(
-                self._bound_seconds_with_recompute(
-                    each, stage_options, None, counts_overhead, simulates_pipeline
-                )
+            candidate_bounds = [
+                self._bound_of(each, stage_options, None, counts_overhead)
                 for each in relaxed_candidates
+            ]
+            seconds = (
+                min_simulated(candidate_bounds)
+                if simulates_pipeline
+                else min(each.unsimulated for each in candidate_bounds)
             )
             bounds.append((ratio * seconds, counts_overhead))
         return max(bounds)

@@ -10,6 +10,7 @@ import torch
 
 from shardwright.core.planner.attempts import Attempt
 from shardwright.core.planner.candidate import Candidate
+from shardwright.core.planner.candidate_bound import CandidateBound
 from shardwright.core.search.recompute.blocks import (
     DEFAULT_COSTS,
     RecomputeBlocks,
@@ -34,6 +35,8 @@ class QueuedCandidate:
         fits: whether dry runs showed that the candidate fits.
         block_depth: the only depth of the module tree at which blocks are recomputed; None for all
             depths. Set only in dropped entries whose estimate exceeded the limit.
+        pending_bound: bound whose simulated pipeline is tighter than that with which the candidate
+            was queued; None once it was simulated.
         min_recomputed_memory: lower bound on memory with all blocks at `block_depth` recomputed, in
             bytes per device.
     """
@@ -47,6 +50,7 @@ class QueuedCandidate:
     trust_estimate: bool = True
     fits: bool = False
     block_depth: int | None = None
+    pending_bound: CandidateBound | None = None
     min_recomputed_memory: int = 0
 
     @property

@@ -11,6 +11,7 @@ from math import inf
 
 from shardwright.core.planner.attempts import AttemptGroups
 from shardwright.core.planner.candidate import Candidate
+from shardwright.core.planner.candidate_bound import CandidateBound, min_simulated
 from shardwright.core.planner.captured_model import SharedCuts
 from shardwright.core.planner.options import PlanOptions
 
@@ -98,8 +99,8 @@ class LowestSeconds:
     of_group: float = inf
     searched: float = inf
 
-    def add(self, candidate: Candidate, seconds: float) -> None:
-        """Lower both bounds to `seconds`, a lower bound on the step time of `candidate`."""
-        self.of_group = min(self.of_group, seconds)
-        if not candidate.is_baseline:
-            self.searched = min(self.searched, seconds)
+    def lower(self, bounds: Sequence[CandidateBound]) -> None:
+        """Lower both bounds to those of further candidates."""
+        searched = [bound for bound in bounds if not bound.candidate.is_baseline]
+        self.of_group = min(self.of_group, min_simulated(bounds))
+        self.searched = min(self.searched, min_simulated(searched))

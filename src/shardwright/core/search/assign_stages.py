@@ -8,7 +8,7 @@ transformer, one value crosses a boundary between layers, but two cross a bounda
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
@@ -188,17 +188,32 @@ def _cheapest_chunk_ends(
     """
     num_positions = len(total)
     infinity = float("inf")
+    # Differences of prefix sums round differently from the sums that gave the limit.
+    max_weight = limit * (1 + 1e-9)
+    # The positions where each chunk may start: the chunks before can take all work before it, and
+    # the chunks from it on the work after it.
+    windows = [
+        range(
+            bisect_left(total, total[-1] - (count - chunk) * max_weight),
+            bisect_right(total, chunk * max_weight),
+        )
+        for chunk in range(count)
+    ]
+    # The last chunk ends at the last position.
+    windows.append(range(num_positions - 1, num_positions))
     # By start of the next chunk: the first chunk starts at position 0.
     least_bytes: list[float] = [0.0] + [infinity] * (num_positions - 1)
     starts_of_chunks: list[list[int]] = []
-    for chunk in range(count):
-        starts = _cheapest_chunk_starts(total, least_bytes, count - chunk, limit)
+    for chunk, (starts_in, ends_in) in enumerate(pairwise(windows)):
+        starts = _cheapest_chunk_starts(total, least_bytes, max_weight, starts_in, ends_in)
         is_last = chunk == count - 1
-        least_bytes = [
-            # The last chunk sends nothing on.
-            infinity if start < 0 else least_bytes[start] + (0 if is_last else crossing[end])
-            for end, start in enumerate(starts)
-        ]
+        next_least_bytes = [infinity] * num_positions
+        for end in ends_in:
+            if starts[end] >= 0:
+                # The last chunk sends nothing on.
+                sent_bytes = 0 if is_last else crossing[end]
+                next_least_bytes[end] = least_bytes[starts[end]] + sent_bytes
+        least_bytes = next_least_bytes
         starts_of_chunks.append(starts)
     # Backwards: each chunk starts where the one before it ends.
     ends = [num_positions - 1]
@@ -208,32 +223,32 @@ def _cheapest_chunk_ends(
 
 
 def _cheapest_chunk_starts(
-    total: Sequence[float], least_bytes: Sequence[float], chunks: int, limit: float
+    total: Sequence[float],
+    least_bytes: Sequence[float],
+    max_weight: float,
+    starts_in: range,
+    ends_in: range,
 ) -> list[int]:
     """Return for each chunk end the start with the fewest `least_bytes`, among valid starts.
 
-    A start is valid if the chunk has work, within `limit`, and the later chunks can take all
-    remaining work. Ties go to the first start.
+    A start is valid if the chunk has work, at most `max_weight`. Ties go to the first start.
 
     Args:
         total: work before each position.
         least_bytes: for each start the fewest bytes that cross the ends of all earlier chunks.
-        chunks: number of chunks from this chunk on, over which the remaining work is divided.
-        limit: maximum work of a chunk.
+        max_weight: maximum work of a chunk.
+        starts_in, ends_in: positions where the chunk may start and end.
 
     Returns:
         One position per end; -1 for an end without a valid start.
     """
-    # Differences of prefix sums round differently from the sums that gave the limit.
-    max_weight = limit * (1 + 1e-9)
     candidates: deque[int] = deque()
-    starts, start = [], 0
-    for weight in total:
+    starts, start = [-1] * len(total), starts_in.start
+    for end in ends_in:
+        weight = total[end]
         # Strictly less: from a start with an equal total on, the chunk would have no work.
-        while total[start] < weight:
-            # A start is infeasible if the remaining chunks cannot take all remaining work.
-            is_reachable = least_bytes[start] < float("inf")
-            if is_reachable and total[-1] - total[start] <= chunks * max_weight:
+        while start < starts_in.stop and total[start] < weight:
+            if least_bytes[start] < float("inf"):
                 # A later start that is cheaper outlives earlier ones in the window. Strictly
                 # cheaper, so that the first of equal starts is taken.
                 while candidates and least_bytes[candidates[-1]] > least_bytes[start]:
@@ -242,7 +257,8 @@ def _cheapest_chunk_starts(
             start += 1
         while candidates and weight - total[candidates[0]] > max_weight:
             candidates.popleft()
-        starts.append(candidates[0] if candidates else -1)
+        if candidates:
+            starts[end] = candidates[0]
     return starts
 
 

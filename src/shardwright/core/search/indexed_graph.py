@@ -244,6 +244,7 @@ class IndexedGraph:
         names: name of each operator.
         op_types: type of each operator.
         main: indices of the operators that the symbolic search decides by cost.
+        joined: indices of the operators with joined factors (`ShardingRule.joined`).
         inputs, outputs: for each operator the indices of its input and output values.
         producer: (operator, output index) that computes each value; None for parameters, buffers,
             constants and inputs of the model.
@@ -261,6 +262,7 @@ class IndexedGraph:
     names: tuple[str, ...]
     op_types: tuple[OpType, ...]
     main: tuple[int, ...]
+    joined: tuple[int, ...]
     inputs: tuple[tuple[int, ...], ...]
     outputs: tuple[tuple[int, ...], ...]
     producer: tuple[tuple[int, int] | None, ...]
@@ -321,6 +323,7 @@ def _build_indexed_graph(graph: Graph) -> IndexedGraph:
         names=tuple(op.name for op in graph.ops),
         op_types=op_types,
         main=tuple(op for op, op_type in enumerate(op_types) if op_type.is_main),
+        joined=tuple(op for op, op_type in enumerate(op_types) if op_type.joined),
         inputs=inputs,
         outputs=outputs,
         producer=tuple(producer),

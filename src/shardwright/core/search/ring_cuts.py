@@ -37,11 +37,10 @@ def ring_cuts(
         None if no operator changes.
     """
     changed: dict[str, Cuts] = {}
-    for op, op_type in zip(graph.ops, index_graph(graph).op_types, strict=True):
-        # Only attention has joined factors: its sequence, and the ring that also cuts keys and
-        # values.
+    # Only attention has joined factors: its sequence, and the ring that also cuts keys and values.
+    for op in (graph.ops[index] for index in index_graph(graph).joined):
         op_cuts = cuts.get(op.name, {})
-        if not op_type.joined or op.name in pinned:
+        if op.name in pinned:
             continue
         rule = rule_of(op)
         assert rule is not None

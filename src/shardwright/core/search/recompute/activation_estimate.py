@@ -82,8 +82,10 @@ class ActivationEstimate:
                 producer = self.graph.producer.get(value)
                 is_inside = producer is not None and producer.name in segment.ops
                 route = flow.routes[op.name, index]
-                is_repeated = any(transfer.segment == segment.name for transfer in route)
-                if not is_inside or (route and not is_repeated):
+                if not is_inside or (
+                    # Most routes are empty.
+                    route and not any(transfer.segment == segment.name for transfer in route)
+                ):
                     yield from self._saved_tensor_of_input(op, index, flow, first_ops, segment.name)
 
     def _local_fraction_of_saved_tensor(
