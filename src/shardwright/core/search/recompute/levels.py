@@ -147,16 +147,17 @@ class StageLevels:
             else self.first_level_freeing(min(1.0, missing / max(largest - smallest, 1)))
         )
 
-    def peak_ratio(self, other_bytes: int, level: int, peak: int) -> float:
-        """Return the ratio with which `expected_level` predicts the peak memory `peak` of the stage
-        at a recomputation level.
+    def peak_ratio(self, other_bytes: int, level: int, peak_bytes: int) -> float:
+        """Return the ratio with which `expected_level` predicts the measured peak memory of the
+        stage at a recomputation level.
 
         Args:
             other_bytes: bytes per device without activations.
+            peak_bytes: measured peak memory in bytes per device.
         """
         largest, smallest = self.activation_bytes
         freed = self.freed_share(level) * (largest - smallest)
-        return (peak + freed) / max(other_bytes + largest, 1)
+        return (peak_bytes + freed) / max(other_bytes + largest, 1)
 
     def level_freeing_more(self, level: int, missing: int) -> int:
         """Return the lowest recomputation level that frees an estimated `missing` bytes per device
