@@ -338,10 +338,11 @@ class ShardwrightTrainer(Trainer):  # type: ignore[misc]
 
     # Checkpoints
 
-    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        # Not in `_save`, which some versions call on rank 0 only: all ranks gather parameters.
         full_model = whole(self.model, rank0_only=True, device="cpu")
         with full_model as model, unchanged_configurations(model):
-            super()._save(output_dir, state_dict)
+            super().save_model(output_dir, _internal_call)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         step = self.state.global_step

@@ -60,8 +60,8 @@ GLOBAL_BATCH = (
     "`dataset_strategy='data_parallel'`"
 )
 SHARD_OF_BATCH = (
-    "use `shardwright.run.BatchSampler` or `shardwright.run.local_batch`, which follow"
-    " `dataset_strategy` in which ranks pass the same local batch"
+    "load batches with `sw.dataloader`, or select samples with `shardwright.run.BatchSampler` or"
+    " `shardwright.run.local_batch`: they give each rank its shard by the plan's `dataset_strategy`"
 )
 
 
