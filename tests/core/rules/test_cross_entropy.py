@@ -167,3 +167,16 @@ def test_valid_targets_are_counted_only_for_a_mean() -> None:
         assert found is not None
         assert len(found.reductions(op, {"b": 2})) == expected
         assert found.reductions(op, {"b": 1}) == ()
+
+
+@pytest.mark.parametrize("factor", ["s", "v"])
+def test_scores_that_an_exchange_has_permuted_have_a_gradient(factor: str) -> None:
+    scores, target = r(2, 4, 3, 4), randint(2, (2, 3, 4))
+    op = op_of(aten.nll_loss_nd.default, scores, target, None, 2)
+    found = rule_of(op)
+    assert found is not None and found.kernel is not None
+    counts = {name: 2 if name == factor else 1 for name in found.factors}
+    kernel = found.kernel(op, LocalSharding(counts, lambda _: 0, ((),)))
+    permuted = scores.transpose(1, 3).contiguous().transpose(1, 3).requires_grad_()
+    kernel(permuted, target, None, 2).backward()
+    assert permuted.grad is not None

@@ -89,16 +89,19 @@ def nll_loss(op: Op) -> ShardingRule:
 
 def _build_nll_kernel(op: Op, local: LocalSharding) -> Callable[..., Any]:
     shards, bind = local.shard_counts.get("v", 1), argument_binder(op)
-    if shards == 1:
-        return target_mean_kernel(op, local.reduce[0]) if local.reduce else op.target
+    if all(count == 1 for count in local.shard_counts.values()):
+        return op.target
     classes = op.inputs[0].shape[1 if len(op.inputs[0].shape) > 1 else 0]
     size = classes // shards
-    block = LocalIndexRange(local.index("v") * size, size, classes)
+    block = LocalIndexRange(local.index("v") * size if shards > 1 else 0, size, classes)
     ignored = call_arguments(op)["ignore_index"]
 
     def loss(*args: Any, **kwargs: Any) -> Tensor:
         arguments = bind(args, kwargs)
         target, weight = arguments["target"], arguments["weight"]
+        # PyTorch's backward pass of images needs contiguous scores, which shards of another
+        # dimension, moved by an all-to-all, are not.
+        arguments["self"] = arguments["self"].contiguous()
         row, elsewhere = block.localize(target)
         # Not the index that the call ignores, which may be a class of this device.
         arguments["ignore_index"] = -1
