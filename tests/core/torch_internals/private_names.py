@@ -201,6 +201,10 @@ DISPATCH = (
         "attention in a window computes its blocks again in the backward pass",
     ),
     PrivateName("torch._C.DispatchKey", "the same"),
+    PrivateName(
+        "torch._C._PreserveDispatchKeyGuard",
+        "a capture that fails leaves autograd on, whatever PyTorch's guards restore when freed",
+    ),
     PrivateName("torch._C._DisableTorchDispatch", "runs an operator on plain meta tensors"),
     PrivateName(
         "torch.autograd.function._SingleLevelFunction",

@@ -40,6 +40,7 @@ from shardwright.core.deferred import copies_of_attributes
 from shardwright.core.graph.float64 import grouped_product
 from shardwright.core.torch_internals import pytree
 from shardwright.core.torch_internals.activation_checkpoint import checkpointed_calls_in
+from shardwright.core.torch_internals.dispatch import preserved_dispatch_keys
 from shardwright.core.torch_internals.graph_modules import without_generated_code
 from shardwright.core.torch_internals.modules import memo_of_process_groups
 from shardwright.core.torch_internals.tensors import (
@@ -203,6 +204,7 @@ def isolate_capture() -> Iterator[None]:
     """
     with (
         TRACING_LOCK,
+        preserved_dispatch_keys(),
         # Left after the contexts below: it computes fake tensors in caches, outside of their modes.
         filling_caches(),
         # Autograd ignores tensors that are made in inference mode.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -128,6 +130,27 @@ def set_autocast_state(autocast: torch.autocast, region: AutocastState) -> None:
         region: the new device type and state.
     """
     autocast.device, autocast._enabled = region
+
+
+@contextmanager
+def preserved_dispatch_keys() -> Iterator[None]:
+    """Context manager that restores the dispatch keys of this thread, and frees the frames of an
+    error.
+
+    Frames hold guards, of which each restores the keys that it found when it is freed. A guard that
+    the garbage collector frees later would leave the process without autograd.
+    """
+    with torch._C._PreserveDispatchKeyGuard():
+        try:
+            yield
+        except Exception as error:
+            raised: BaseException | None = error
+            while raised is not None:
+                traceback.clear_frames(raised.__traceback__)
+                raised = raised.__cause__ or raised.__context__
+            # PyTorch keeps other errors, such as of the text of a tensor, in cycles.
+            gc.collect()
+            raise
 
 
 @contextmanager
