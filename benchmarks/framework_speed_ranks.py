@@ -167,8 +167,9 @@ def main(framework: str, rounds: str) -> None:
             )
             if difference > TOLERANCE:
                 raise RuntimeError(f"{name}: losses {losses[name]}, {own}: {losses[own]}")
-            ratio = None if name == own else ratios[name].ratio()
-            found.append((name, seconds[name].milliseconds(), ratio, difference))
+            ratio = "—" if name == own else ratios[name].ratio()
+            is_slower = name != own and ratios[name].quartiles[0] > 1
+            found.append((name, seconds[name].milliseconds(), ratio, is_slower, difference))
     if dist.get_rank() == 0:
         print(json.dumps(found), flush=True)
     dist.destroy_process_group()

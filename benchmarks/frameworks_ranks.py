@@ -1,7 +1,7 @@
 """What `bench_frameworks.py` runs on every rank: a training of each framework under each plan.
 
-python -m benchmarks.frameworks_ranks PHASE FOLDER, with PHASE `save`, for the first epoch and its
-checkpoint, or `resume`, for the second epoch. Rank 0 prints a line of JSON.
+python -m benchmarks.frameworks_ranks FOLDER PHASE..., with PHASE `save`, for the first epoch and
+its checkpoint, or `resume`, for the second epoch. Rank 0 prints a line of JSON.
 """
 
 from __future__ import annotations
@@ -225,15 +225,18 @@ FRAMEWORKS: dict[str, Callable[[str, str, Path], Numbers | None]] = {
 }
 
 
-def main(phase: str, folder: str) -> None:
+def main(folder: str, *phases: str) -> None:
     warnings.filterwarnings("ignore")
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
     dist.init_process_group("gloo")
     found = {
-        f"{framework}, {plan}": run(plan, phase, Path(folder, f"{framework}, {plan}"))
-        for framework, run in FRAMEWORKS.items()
-        for plan in PLANS
+        phase: {
+            f"{framework}, {plan}": run(plan, phase, Path(folder, f"{framework}, {plan}"))
+            for framework, run in FRAMEWORKS.items()
+            for plan in PLANS
+        }
+        for phase in phases
     }
     if dist.get_rank() == 0:
         print(json.dumps(found), flush=True)
