@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import shardwright as sw
 from core.search.handmade import GraphBuilder, aten, case_a, residual_mlp
@@ -53,6 +54,37 @@ def test_data_parallel_cuts_a_batch_in_dimension_1(steps: int) -> None:
     assert plan.row("table").cuts and (steps == 8 or plan.mesh.alias_names == ("dp",))
     assert all(row.cuts for row in plan.operators if row.outputs[0])
     assert sw.check(net, call, None, plan).passes()
+
+
+class SequenceFirst(nn.Module):
+    """Attention over `[sequence, batch, features]`, with labels `[sequence, batch]`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.head = nn.MultiheadAttention(16, 2), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        attended, _ = self.attention(x, x, x)
+        return F.cross_entropy(self.head(attended).flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("mode", ["data_parallel", "semi_auto"])
+def test_a_batch_that_is_named_is_sharded_although_dimension_0_is_indivisible(mode: str) -> None:
+    net, call = SequenceFirst(), (torch.randn(5, 8, 16), torch.randint(4, (5, 8)))
+    plan = sw.plan(net, call, devices=2, mode=mode, batch_dims={"x": 1})
+    assert plan.row("head").strategy[0] == (1, 2, 1)
+    assert sw.check(net, call, None, plan).passes()
+
+
+def test_an_indivisible_dimension_0_suggests_the_dimension_that_may_be_the_batch() -> None:
+    net, call = SequenceFirst(), (torch.randn(5, 8, 16), torch.randint(4, (5, 8)))
+    with pytest.raises(StrategyError, match=r"batch_dims=\{'x': 1\}"):
+        sw.plan(net, call, devices=2, mode="data_parallel")
+    with pytest.raises(StrategyError, match=r"(?s)batch size 8 \(`batch_dims`\).*such as 6 or 9"):
+        sw.plan(net, call, devices=3, mode="data_parallel", batch_dims={"x": 1})
+    # Inputs without a batch leave the others as they are.
+    with pytest.raises(StrategyError, match="batch size 5 "):
+        sw.plan(net, call, devices=2, mode="data_parallel", batch_dims={"labels": None})
 
 
 def test_data_parallel_names_both_numbers_and_the_nearest_batch_sizes() -> None:

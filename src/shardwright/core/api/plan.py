@@ -147,10 +147,11 @@ def plan(
         axes: the number of devices along each axis that pins name, the outermost axis first, such
             as `{"dp": 2, "tp": 4}`; their product is the number of devices of a stage. Axes of pins
             that are missing here are ignored.
-        batch_dims: for inputs by name, the dimension that is split into micro-batches, or None to
-            pass the full input to each micro-batch. By default dimension 0 of each input whose
-            dimension 0 has the size of that of the first input or, if the loss does not allow that,
-            dimensions that operators combine with dimension 0 of some input.
+        batch_dims: for inputs by name, the dimension that is split into micro-batches, and that
+            modes without a search shard, or None to pass the full input to each micro-batch. By
+            default dimension 0 of each input whose dimension 0 has the size of that of the first
+            input or, if the loss does not allow that, dimensions that operators combine with
+            dimension 0 of some input.
         hsdp: shard parameters over their replicas (ZeRO / FSDP; optimizer parallel): True, an
             `OptimizerParallel`, or a mapping with its fields.
         bucket_mb: largest size in MiB of a bucket of parameters, which are gathered or reduced by

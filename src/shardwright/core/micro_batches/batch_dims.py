@@ -89,13 +89,13 @@ class JoinedDims:
         candidates: dict[tuple[int | None, ...], None] = {}
         for first in inputs:
             size = first.shape[0]
-            if size == 1 or size % count or self._shares_factor_with_parameter((first, 0)):
+            if size == 1 or size % count or self.shares_factor_with_parameter((first, 0)):
                 continue
             # Inputs that operators combine only in the loss have a batch dimension too.
             others = {v: 0 for v in inputs if v.shape[0] == size}
             joined = self.of_inputs({first: 0})
             all_joined = self.of_inputs(
-                {v: 0 for v in others if not self._shares_factor_with_parameter((v, 0))}
+                {v: 0 for v in others if not self.shares_factor_with_parameter((v, 0))}
             )
             # A dict, as joined inputs lead to equal candidates.
             candidates |= dict.fromkeys(map(self._list_leaf_batch_dims, (all_joined, joined)))
@@ -157,7 +157,7 @@ class JoinedDims:
         leaves = self._graph.inputs
         return tuple(dims.get(leaf) if isinstance(leaf, Value) else None for leaf in leaves)
 
-    def _shares_factor_with_parameter(self, dim: Dim) -> bool:
+    def shares_factor_with_parameter(self, dim: Dim) -> bool:
         parameters = ((v, d) for v in self._graph.parameters for d in range(len(v.shape)))
         return self.root_of_group(dim) in {self.root_of_group(each) for each in parameters}
 

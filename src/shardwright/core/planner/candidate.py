@@ -292,6 +292,7 @@ def _search_with_mode(model: CapturedModel, options: PlanOptions, mode: str) -> 
         *(graph, fixed.mesh, fixed.cuts, fixed.outputs, sharded_inputs, timed_step),
         mem_coeff=options.fixed_mem_coeff,
         order=options.order,
+        batch_dims=options.batch_dims,
         log_costs=options.log_costs,
     )
     # All arguments on which the result of a search depends: candidates with equal arguments share

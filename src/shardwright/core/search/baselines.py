@@ -17,12 +17,17 @@ from shardwright.core.search.request import CutsOfGraph, SearchMode, SearchReque
 from shardwright.errors import StrategyError
 
 
-def data_parallel(graph: Graph, mesh: DeviceMatrix) -> CutsOfGraph:
+def data_parallel(
+    graph: Graph, mesh: DeviceMatrix, batch_dims: Mapping[str, int | None] | None = None
+) -> CutsOfGraph:
     """Return the cuts of data parallelism: all axes shard the batch.
 
     The batch dims are those that `sample_dims` returns. If some operators would stay replicated,
     the input dims whose sharding shards the most elements are used instead. An example is a time
     dim of as many steps as the batch has samples.
+
+    Args:
+        batch_dims: batch dims by input name, as specified by the user; None to find them.
 
     Raises:
         StrategyError: if the model has no tensor input, or its batch size is not a multiple of the
@@ -34,9 +39,15 @@ def data_parallel(graph: Graph, mesh: DeviceMatrix) -> CutsOfGraph:
             "data parallel: the model has no tensor input with a batch dimension\n"
             'use another mode, such as mode="recursive_programming"'
         )
+    named = _with_named_batch_dims(graph, batch_dims or {})
+    if named is not None:
+        if named.batch_size is not None and named.batch_size % devices:
+            raise _make_indivisible_batch_error(named.batch_size, devices, "`batch_dims`")
+        return _shard_along_batch(named, mesh)
     # Cutting a deep model takes most of a second, so batch sizes are checked first.
     if all(value.shape[0] % devices for value in graph.input_values if value.shape):
-        raise _make_indivisible_batch_error(batch_size, devices)
+        hint = _suggest_batch_dims(graph, devices)
+        raise _make_indivisible_batch_error(batch_size, devices, hint=hint)
     batched, cuts = _data_parallel_cuts(graph, mesh)
     # The dim that is sharded as the batch may be another than the check above looked at.
     if batched.batch_size is not None and batched.batch_size % devices:
@@ -44,22 +55,51 @@ def data_parallel(graph: Graph, mesh: DeviceMatrix) -> CutsOfGraph:
     return cuts
 
 
-def _make_indivisible_batch_error(batch_size: int, devices: int) -> StrategyError:
+def _make_indivisible_batch_error(
+    batch_size: int, devices: int, dims: str = "dim 0 of the inputs", hint: str = ""
+) -> StrategyError:
     valid = " or ".join(map(str, nearest_multiples(batch_size, devices)))
     return StrategyError(
-        f"data parallel: the batch size {batch_size} (dim 0 of the inputs) is not divisible by"
-        f" {devices} devices\nvalid batch sizes are multiples of {devices}, such as {valid}"
+        f"data parallel: the batch size {batch_size} ({dims}) is not divisible by"
+        f" {devices} devices\nvalid batch sizes are multiples of {devices}, such as {valid}{hint}"
     )
 
 
-def semi_auto(graph: Graph, mesh: DeviceMatrix, pinned: Mapping[str, Cuts]) -> CutsOfGraph:
+def _suggest_batch_dims(graph: Graph, devices: int) -> str:
+    """Return the words that name the first dim that may be the batch and is divisible, or ""."""
+    joined_dims = JoinedDims(graph)
+    for value in graph.input_values:
+        for dim, size in enumerate(value.shape):
+            is_feature = joined_dims.shares_factor_with_parameter((value, dim))
+            if dim > 0 and size % devices == 0 and not is_feature:
+                named = f"batch_dims={{{value.name!r}: {dim}}}"
+                return f"; if another dim is the batch, name it: `{named}`"
+    return ""
+
+
+def _with_named_batch_dims(
+    graph: Graph, batch_dims: Mapping[str, int | None]
+) -> IndexedGraph | None:
+    """Return the indexed graph with the named batch dims; None if no dim is named."""
+    if all(dim is None for dim in batch_dims.values()):
+        return None
+    return _replace_batch_dims(index_graph(graph), graph, JoinedDims(graph).named(batch_dims))
+
+
+def semi_auto(
+    graph: Graph,
+    mesh: DeviceMatrix,
+    pinned: Mapping[str, Cuts],
+    batch_dims: Mapping[str, int | None] | None = None,
+) -> CutsOfGraph:
     """Return the cuts in `pinned`, and data-parallel cuts of all other operators.
 
     A batch size that is not divisible by the number of devices is cut over as many axes as divide
     it, outermost first. Operators that do not depend on the batch are replicated. Redistributions
     connect operators with different cuts.
     """
-    _, cuts = _data_parallel_cuts(graph, mesh)
+    named = _with_named_batch_dims(graph, batch_dims or {})
+    cuts = _data_parallel_cuts(graph, mesh)[1] if named is None else _shard_along_batch(named, mesh)
     # Only the pinned operators change: neighbors do not follow, unlike in sharding propagation.
     cuts.update({name: dict(factors) for name, factors in pinned.items()})
     return {name: factors for name, factors in cuts.items() if factors}
@@ -153,7 +193,7 @@ class DataParallel(SearchMode):
     takes_pins: ClassVar[bool] = False
 
     def search(self, request: SearchRequest) -> CutsOfGraph:
-        return data_parallel(request.graph, request.mesh)
+        return data_parallel(request.graph, request.mesh, request.batch_dims)
 
 
 class SemiAuto(SearchMode):
@@ -162,7 +202,7 @@ class SemiAuto(SearchMode):
     name: ClassVar[str] = "semi_auto"
 
     def search(self, request: SearchRequest) -> CutsOfGraph:
-        return semi_auto(request.graph, request.mesh, request.pinned)
+        return semi_auto(request.graph, request.mesh, request.pinned, request.batch_dims)
 
 
 class StandAlone(SearchMode):

@@ -75,6 +75,8 @@ class SearchRequest:
             below the default.
         order: order in which the symbolic search decides main operators on an axis, one of
             `VISIT_ORDERS`: largest cost first, or graph order. Embeddings come last in both.
+        batch_dims: batch dims by input name, as specified by the user, for modes that shard the
+            batch; None to find them.
         log_costs: whether to log the cost of every choice to `shardwright.search`.
         on_share: called with the completed fraction of a search that minimizes seconds. Other
             searches take less than a second and do not call it.
@@ -91,6 +93,7 @@ class SearchRequest:
     timed_step: TimedStep | None = None
     mem_coeff: float = DEFAULT_MEM_COEFF
     order: str = "weight"
+    batch_dims: Mapping[str, int | None] | None = None
     log_costs: bool = False
     # Not compared: a callback does not change the result.
     on_share: OnShare = field(default=ignore_share, compare=False, repr=False)
