@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardwright.core.capture.filled_caches import CachedFunctions, fill
+from shardwright.core.capture.scalar_indices import at_one_row
 from shardwright.core.torch_internals import pytree
 from shardwright.core.torch_internals.dispatch import without_dispatch_modes, without_torch_function
 from shardwright.core.torch_internals.modules import own_buffers
@@ -304,6 +305,8 @@ class KnownValues(TorchFunctionMode):
             # The values of the mask are known.
             if indices[0] is not mask:
                 return args[0].expand(shape)[indices]
+        if func is Tensor.__setitem__:
+            args = (args[0], *at_one_row(*args))
         return self._call_and_record(func, args, kwargs)
 
     def _call_and_record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
