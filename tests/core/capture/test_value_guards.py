@@ -31,7 +31,13 @@ def distributes(x: Tensor, labels: Tensor) -> None:
     torch.distributions.Normal(x.mean(), x.std() + 1)
 
 
+def distributes_with_covariance(x: Tensor, labels: Tensor) -> None:
+    # A positive definite matrix is first tested to be symmetric.
+    torch.distributions.MultivariateNormal(x.mean(0), x.mT @ x + torch.eye(x.shape[1]))
+
+
 PASSING = [
+    distributes_with_covariance,
     guards.raises,
     guards.raises_otherwise,
     guards.asserts,

@@ -29,6 +29,7 @@ REAL = (
     *((aten.linalg_slogdet.default, ()), (aten.linalg_matrix_power.default, (3,))),
     *((aten.matrix_exp.default, ()), (aten.linalg_lu.default, ()), (aten.linalg_qr.default, ())),
     *((aten.linalg_pinv.atol_rtol_tensor, ()), (aten._linalg_svd.default, ())),
+    *((aten._linalg_det.default, ()), (aten._linalg_slogdet.default, ())),
 )
 
 
@@ -41,6 +42,7 @@ def test_matrices_of_a_batch_may_be_cut(target: Any, args: tuple[Any, ...]) -> N
     ("target", "args"),
     [
         (aten.linalg_solve.default, (matrices(4, 6), vectors(4, 6, 3))),
+        (aten._linalg_solve_ex.default, (matrices(4, 6), vectors(4, 6, 3))),
         (aten.linalg_householder_product.default, (vectors(4, 6, 3, 2), vectors(4, 6, 2))),
         (aten.lu_unpack.default, LU),
     ],

@@ -564,6 +564,7 @@ ATEN_OPERATORS = (
     "_foreach_copy_",
     "_fused_rms_norm",
     "_grouped_mm",
+    *("_linalg_det", "_linalg_eigh", "_linalg_eigvals", "_linalg_slogdet", "_linalg_solve_ex"),
     "_linalg_svd",
     "_local_scalar_dense",
     "_log_softmax",

@@ -27,6 +27,7 @@ from shardwright.core.capture.python_capture import capture_python
 from shardwright.core.capture.trace import canonical, fold_operators, trace
 from shardwright.core.capture.way_out import naming_local_map
 from shardwright.core.graph.graph import Graph
+from shardwright.core.torch_internals.dispatch import preserved_dispatch_keys
 from shardwright.errors import CaptureError
 from shardwright.progress import OnProgress, ignore_progress
 
@@ -81,7 +82,9 @@ def capture(
             return _capture_with_dynamo(of_arguments, compute_dtype, refusal)
 
     naming = naming_local_map(module, args, call.kwargs, capture_call)
-    with TRACING_LOCK, _preserve_random_state(), naming:
+    # Frames are freed last, as they tell which module is refused.
+    keys = preserved_dispatch_keys(frees_frames=True)
+    with TRACING_LOCK, keys, _preserve_random_state(), naming:
         graph = capture_call(call.args, call.kwargs)
     warn_of_functions_in_full(graph)
     return replace(graph, capture_seconds=time.perf_counter() - started)

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributions import constraints
 from torch.overrides import TorchFunctionMode
 
 from shardwright.core.torch_internals.modules import detects_causal_mask
@@ -161,7 +162,12 @@ def _find_passing_value(position: _SourcePosition, compared: bool) -> bool | Non
 def _find_guards_of_file(file: str) -> Sequence[tuple[ast.expr, bool]]:
     """Return the value checks of a file: (syntax tree of the condition, bool with which the check
     passes)."""
-    return tuple(_find_guards(_parse_file(file)))
+    tree = _parse_file(file)
+    guards = list(_find_guards(tree))
+    if file == constraints.__file__:
+        # A constraint returns at the first property that a value lacks, and its caller raises.
+        guards += [(node.test, False) for node in ast.walk(tree) if isinstance(node, ast.If)]
+    return tuple(guards)
 
 
 @lru_cache(maxsize=64)

@@ -28,6 +28,7 @@ from shardwright.core.parallel.bound_program import BoundProgram, BoundStep
 from shardwright.core.parallel.call import Call
 from shardwright.core.parallel.number_names import names_of_sources
 from shardwright.core.parallel.unavailable import error_of_use
+from shardwright.core.torch_internals.dispatch import preserved_dispatch_keys
 from shardwright.core.torch_internals.modules import alias_module, own_buffers, own_parameters
 from shardwright.errors import CaptureError, PlanError, ShardwrightError
 
@@ -167,6 +168,8 @@ class PythonCalls:
         module = alias_module(self._module, type(self._module), state)
         captured = CapturedCall.of(module, *call, autocast, self._planned)
         with (
+            # Frames are freed last, as they tell which module is refused.
+            preserved_dispatch_keys(frees_frames=True),
             naming_local_map(module, *call),
             _fill_in_tensors_of_other_stages(module, self._template),
         ):

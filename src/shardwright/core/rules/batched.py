@@ -32,7 +32,9 @@ LINEAR_ALGEBRA = {
         *("linalg_eig", "linalg_eigh", "linalg_eigvals", "linalg_eigvalsh", "linalg_inv"),
         *("linalg_inv_ex", "linalg_lu", "linalg_lu_factor", "linalg_lu_factor_ex", "logdet"),
         *("linalg_matrix_exp", "linalg_matrix_power", "linalg_qr", "linalg_slogdet", "qr", "svd"),
-        *("linalg_svd", "_linalg_svd", "linalg_svdvals", "matrix_exp", "pinverse"),
+        *("linalg_svd", "linalg_svdvals", "matrix_exp", "pinverse"),
+        # What `torch.func` differentiates instead of those of equal names.
+        *("_linalg_det", "_linalg_eigh", "_linalg_eigvals", "_linalg_slogdet", "_linalg_svd"),
     ),
     # The tolerances `atol` and `rtol` are one number per matrix.
     (2, 0, 0): ("linalg_pinv",),
@@ -47,6 +49,7 @@ SOLVERS = {
     "linalg_lu_solve": "... _ _, ... _, ... _ j -> ... _ j",
     "linalg_solve": "... _ _, ... _ j -> ... _ j",
     "linalg_solve_ex": "... _ _, ... _ j -> ... _ j, ...",
+    "_linalg_solve_ex": "... _ _, ... _ j -> ... _ j, ... _ _, ... _, ...",
     "linalg_solve_triangular": "... _ _, ... _ j -> ... _ j",
     "lu_solve": "... _ j, ... _ _, ... _ -> ... _ j",
     "triangular_solve": "... _ j, ... _ _ -> ... _ j, ... _ _",
@@ -103,7 +106,7 @@ def solve(op: Op) -> ShardingRule:
     `left.shape[:-1]`.
     """
     notation = SOLVERS[op.short_name]
-    if op.short_name.startswith("linalg_solve") and op.short_name != "linalg_solve_triangular":
+    if "linalg_solve" in op.short_name and op.short_name != "linalg_solve_triangular":
         matrix, rhs = (value.shape for value in op.inputs)
         # `torch.linalg.solve` prefers vectors where both readings of the shape are possible.
         if len(rhs) == 1 or rhs == matrix[:-1]:

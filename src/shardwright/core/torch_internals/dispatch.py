@@ -133,18 +133,21 @@ def set_autocast_state(autocast: torch.autocast, region: AutocastState) -> None:
 
 
 @contextmanager
-def preserved_dispatch_keys() -> Iterator[None]:
-    """Context manager that restores the dispatch keys of this thread, and frees the frames of an
-    error.
+def preserved_dispatch_keys(frees_frames: bool = False) -> Iterator[None]:
+    """Context manager that restores the dispatch keys of this thread.
 
-    Frames hold guards, of which each restores the keys that it found when it is freed. A guard that
-    the garbage collector frees later would leave the process without autograd.
+    Frames of an error hold guards, of which each restores the keys that it found when it is freed.
+    A guard that the garbage collector frees later would leave the process without autograd.
+
+    Args:
+        frees_frames: whether to free the local variables in the frames of an error, where they are
+            not needed any more.
     """
     with torch._C._PreserveDispatchKeyGuard():
         try:
             yield
         except Exception as error:
-            raised: BaseException | None = error
+            raised: BaseException | None = error if frees_frames else None
             while raised is not None:
                 traceback.clear_frames(raised.__traceback__)
                 raised = raised.__cause__ or raised.__context__
