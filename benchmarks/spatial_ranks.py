@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwright as sw
-from benchmarks.data_parallel_ranks import Step, seconds_of
+from benchmarks.data_parallel_ranks import Step
 from benchmarks.spatial_models import ConvNext, Forecast, GraphNetwork, UNet, graph
-from benchmarks.structures_ranks import ALONE, Model, alone, planned
+from benchmarks.structures_ranks import ALONE, Model, alone, planned, print_seconds
 from shardwright.core.rules.windowed import HaloExchange
 
 ROWS, LOCAL_HALOS = "rows sharded", "without halos"
@@ -105,12 +104,7 @@ def main() -> None:
         steps[LOCAL_HALOS], facts[LOCAL_HALOS] = without_halos(steps[ROWS]), {}
     for step in steps.values():
         step()
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for number in range(asked.rounds):
-        for name in sorted(steps, reverse=number % 2 == 1):
-            seconds[name].append(seconds_of(steps[name]))
-    if dist.get_rank() == 0:
-        print(json.dumps({name: {"seconds": seconds[name], **facts[name]} for name in steps}))
+    print_seconds(steps, facts, asked.rounds)
     dist.destroy_process_group()
 
 

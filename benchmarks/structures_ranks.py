@@ -90,6 +90,16 @@ def alone(make: Callable[[], Model]) -> Step:
     return with_update(net, forward_and_backward)
 
 
+def print_seconds(steps: dict[str, Step], facts: dict[str, dict[str, Any]], rounds: int) -> None:
+    """Run the steps in turn, and print on rank 0 the seconds of each with its facts, by name."""
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for number in range(rounds):
+        for name in sorted(steps, reverse=number % 2 == 1):
+            seconds[name].append(seconds_of(steps[name]))
+    if dist.get_rank() == 0:
+        print(json.dumps({name: {"seconds": seconds[name], **facts[name]} for name in steps}))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=10)
@@ -109,12 +119,7 @@ def main() -> None:
     for _ in range(2):
         for step in steps.values():
             step()
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for number in range(asked.rounds):
-        for name in sorted(steps, reverse=number % 2 == 1):
-            seconds[name].append(seconds_of(steps[name]))
-    if dist.get_rank() == 0:
-        print(json.dumps({name: {"seconds": seconds[name], **facts[name]} for name in steps}))
+    print_seconds(steps, facts, asked.rounds)
     dist.destroy_process_group()
 
 
