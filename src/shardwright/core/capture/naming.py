@@ -30,6 +30,7 @@ from shardwright.core.graph.custom_ops import (
 )
 from shardwright.core.graph.local_map import is_module_call
 from shardwright.core.torch_internals.operators import OpOverload, schema_of
+from shardwright.core.torch_internals.stack_traces import frames_in_trace
 from shardwright.errors import CaptureError, printable
 
 aten = torch.ops.aten
@@ -183,7 +184,7 @@ def line_of_error(error: BaseException) -> str:
     cause: BaseException | None = error
     # The error that wraps others was raised by the capture; its causes were raised in `forward`.
     while cause is not None:
-        frames = traceback.extract_tb(cause.__traceback__)
+        frames = [*traceback.extract_tb(cause.__traceback__), *frames_in_trace(cause)]
         users = [f for f in frames if _is_user_file(f.filename) and f.lineno]
         if users:
             return _format_line(users[-1].filename, users[-1].lineno or 0)

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwright.core.capture.autocast import Autocast
 from shardwright.core.capture.build_graph import CapturedCall
+from shardwright.core.capture.naming import line_of_error
 from shardwright.core.capture.python_capture import capture_python
 from shardwright.core.capture.way_out import naming_local_map
 from shardwright.core.graph.graph import Graph
@@ -324,6 +325,6 @@ def _make_capture_error(error: Exception, module: nn.Module) -> ShardwrightError
     # Messages of Dynamo go on with the user's stack and hints over many lines.
     first = next(iter(str(error).strip().splitlines()), type(error).__name__)
     return CaptureError(
-        f"`forward` of {type(module).__name__} cannot be captured in its current Python state:"
-        f" {first}"
+        f"{line_of_error(error)}: `forward` of {type(module).__name__} cannot be captured in its"
+        f" current Python state: {first}"
     )

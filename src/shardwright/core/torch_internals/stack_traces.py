@@ -1,9 +1,9 @@
-"""The user's frames that `torch.fx` records for each operator that it traces."""
+"""The user's frames that `torch.fx` records for each operator, and TorchDynamo in its errors."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from traceback import FrameSummary, StackSummary
@@ -69,3 +69,10 @@ def innermost_frames_recorded(is_users: Callable[[str], bool]) -> Iterator[None]
         patch.object(TracerBase, TracerBase._filter_traceback_frames.__name__, all_frames),
     ):
         yield
+
+
+def frames_in_trace(error: BaseException) -> Sequence[FrameSummary]:
+    """Return the frames that TorchDynamo was tracing when it raised `error`, outermost first; empty
+    for other errors. They are not in the traceback, as Dynamo does not execute them."""
+    frames: StackSummary | None = getattr(error, "real_stack", None)
+    return frames or ()
