@@ -42,7 +42,8 @@ INDEX, SLICE = torch.tensor(-2), slice(None)
 def test_a_row_of_one_index_writes_what_the_index_writes(index: Any) -> None:
     x = torch.arange(60.0).view(3, 4, 5)
     shape = x[index].shape
-    for value in (7, torch.tensor(7.0), torch.randn(shape), torch.randn(shape[-1:])):
+    values = 7, torch.tensor(7.0), torch.tensor(7), torch.randn(shape), torch.randn(shape[-1:])
+    for value in (*values, torch.randn(shape, dtype=torch.float64)):
         expected, written = x.clone(), x.clone()
         expected[index] = value
         row, at_row = at_one_row(written, index, value)
@@ -51,7 +52,7 @@ def test_a_row_of_one_index_writes_what_the_index_writes(index: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "index", [0, (SLICE, 1), (INDEX, torch.tensor([0])), (torch.tensor(True),)]
+    "index", [0, (SLICE, 1), (INDEX, torch.tensor([0])), (torch.tensor(True),), (True, INDEX)]
 )
 def test_other_indices_stay(index: Any) -> None:
     assert at_one_row(torch.zeros(3, 4), index, 0)[0] is index

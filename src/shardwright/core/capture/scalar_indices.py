@@ -54,14 +54,19 @@ def at_one_row(x: Tensor, index: Any, value: Any) -> tuple[Any, Any]:
     # Dimensions that no entry names are in the place of `...`, by default the last.
     unnamed = 0 if any(entry is Ellipsis for entry in entries[:position]) else x.ndim - indexed
     following = unnamed + sum(entry is None or isinstance(entry, slice) for entry in after)
-    if isinstance(value, Tensor) and value.ndim > following:
-        value = value.unsqueeze(value.ndim - following)
+    if isinstance(value, Tensor):
+        # A write at a number converts the value, one at rows refuses another dtype.
+        value = value.to(x.dtype)
+        if value.ndim > following:
+            value = value.unsqueeze(value.ndim - following)
     return (*entries[:position], entries[position].reshape(1), *after), value
 
 
 def _is_basic(entry: Any) -> bool:
     """Whether an entry of an index is no tensor or sequence of indices."""
-    return entry is None or entry is Ellipsis or isinstance(entry, (slice, int, torch.SymInt))
+    # A truth value adds a dimension.
+    is_number = isinstance(entry, (int, torch.SymInt)) and not isinstance(entry, bool)
+    return entry is None or entry is Ellipsis or isinstance(entry, slice) or is_number
 
 
 def _is_number(entry: Any) -> bool:

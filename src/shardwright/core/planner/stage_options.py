@@ -100,7 +100,7 @@ class LowestSeconds:
     searched: float = inf
 
     def lower(self, bounds: Sequence[CandidateBound]) -> None:
-        """Lower both bounds to those of further candidates."""
+        """Lower both bounds to the smallest simulated bounds of further candidates."""
         searched = [bound for bound in bounds if not bound.candidate.is_baseline]
         self.of_group = min(self.of_group, min_simulated(bounds))
         self.searched = min(self.searched, min_simulated(searched))

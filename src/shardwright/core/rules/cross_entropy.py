@@ -114,14 +114,15 @@ def _build_nll_kernel(op: Op, local: LocalSharding) -> Callable[..., Any]:
     if call_arguments(op)["reduction"] != MEAN:
         return loss
     # Devices with other classes have the same targets, which are counted once.
-    return target_mean_kernel(op, local.reduce[0] if local.reduce else _COUNTED, loss)
+    return target_mean_kernel(op, local.reduce[0] if local.reduce else _WITHOUT_REDUCE, loss)
 
 
-def _return_count(count: Tensor) -> Tensor:
+def _identity(count: Tensor) -> Tensor:
     return count
 
 
-_COUNTED = Reduce(_return_count, _return_count, _return_count)
+_WITHOUT_REDUCE = Reduce(_identity, _identity, _identity)
+"""In place of the all-reduce of a count of targets that every device has."""
 
 
 def _has_probability_targets(op: Op) -> bool:
