@@ -57,3 +57,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         seed_hypothesis(item)
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(SLOW_TIMEOUT))
+
+
+@pytest.fixture
+def untried_suggestions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each refusal suggests its first `sw.local_map` without a trial, which captures the model
+    again: test_way_out.py proves the trials."""
+    from shardwright.core.capture import way_out
+
+    monkeypatch.setattr(way_out, "_is_captured", lambda *_: True)

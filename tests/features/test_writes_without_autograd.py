@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 import shardwright as sw
 
+pytestmark = pytest.mark.usefixtures("untried_suggestions")
+
 
 def clamp(h: Tensor) -> Tensor:
     with torch.no_grad():

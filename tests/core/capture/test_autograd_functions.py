@@ -21,6 +21,8 @@ from shardwright.core.capture.function_trials import reduced
 from shardwright.errors import CaptureError
 from torchrun import checks_on_ranks
 
+pytestmark = pytest.mark.usefixtures("untried_suggestions")
+
 
 class Swish(Function):
     @staticmethod

@@ -14,6 +14,8 @@ from shardwright.core.graph.graph import Graph, Value
 from shardwright.core.graph.interpreter import interpret
 from shardwright.errors import CaptureError
 
+pytestmark = pytest.mark.usefixtures("untried_suggestions")
+
 Outcome = tuple[list[Any], dict[str, Tensor], dict[str, Tensor]]
 
 

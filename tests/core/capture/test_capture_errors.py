@@ -16,6 +16,8 @@ from shardwright.core.graph.interpreter import interpret
 from shardwright.core.runtime.micro_batches import micro_batch
 from shardwright.errors import CaptureError, PlanError
 
+pytestmark = pytest.mark.usefixtures("untried_suggestions")
+
 
 class Branch(nn.Module):
     def forward(self, x: Tensor) -> Tensor:

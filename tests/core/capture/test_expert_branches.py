@@ -15,6 +15,8 @@ from shardwright.core.capture.capture import capture
 from shardwright.core.graph import custom_ops
 from shardwright.core.graph.interpreter import interpret
 
+pytestmark = pytest.mark.usefixtures("untried_suggestions")
+
 
 def add_rows(
     net: Experts, x: Tensor, weights: Tensor, ids: Tensor, index: int, out: Tensor

@@ -14,6 +14,8 @@ from shardwright.core.capture.capture import capture
 from shardwright.core.graph import custom_ops
 from shardwright.core.graph.interpreter import interpret
 
+pytestmark = pytest.mark.usefixtures("untried_suggestions")
+
 EXPERTS, TOP_K, HIDDEN, INNER = 4, 2, 8, 12
 
 

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 import shardwright as sw
 
+pytestmark = pytest.mark.usefixtures("untried_suggestions")
+
 
 class Lazy(nn.Module):
     """A linear layer and what `fill` adds to it."""

@@ -17,6 +17,8 @@ from shardwright.core.capture.capture import capture
 from shardwright.errors import CaptureError
 from torchrun import checks_on_ranks
 
+pytestmark = pytest.mark.usefixtures("untried_suggestions")
+
 
 def missing_targets(net: Selecting, x: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
     targets = torch.where(mask, x[..., 0], float("nan"))

@@ -12,6 +12,8 @@ import value_guards as guards
 from shardwright.errors import CaptureError
 from value_guards import CLASSES, Guard
 
+pytestmark = pytest.mark.usefixtures("untried_suggestions")
+
 
 class Guarded(nn.Module):
     def __init__(self, guard: Guard) -> None:

@@ -34,6 +34,8 @@ from shardwright.core.micro_batches.whole_batch import with_whole_batch
 from shardwright.models import Dimensions, build
 from torchrun import checks_on_ranks
 
+pytestmark = pytest.mark.usefixtures("untried_suggestions")
+
 MEANS: dict[str, Loss] = {
     "a mean": lambda parts, h, y: h.square().mean(),
     "a mean of means": lambda parts, h, y: h.square().mean(2).mean(0).mean(),
