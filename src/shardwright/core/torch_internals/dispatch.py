@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import re
+import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -144,6 +146,7 @@ def preserved_dispatch_keys(frees_frames: bool = False) -> Iterator[None]:
             not needed any more.
     """
     with torch._C._PreserveDispatchKeyGuard():
+        num_guards = _num_guards()
         try:
             yield
         except Exception as error:
@@ -151,9 +154,28 @@ def preserved_dispatch_keys(frees_frames: bool = False) -> Iterator[None]:
             while raised is not None:
                 traceback.clear_frames(raised.__traceback__)
                 raised = raised.__cause__ or raised.__context__
-            # PyTorch keeps other errors, such as of the text of a tensor, in cycles.
-            gc.collect()
+            # PyTorch keeps other errors, such as of the text of a tensor, in cycles. A collection
+            # can take as long as the capture, and few errors leave guards.
+            if _num_guards() > num_guards:
+                gc.collect()
             raise
+
+
+_GUARD_CLASSES = tuple(
+    value
+    for name, value in vars(torch._C).items()
+    if isinstance(value, type)
+    and hasattr(value, "__exit__")
+    and re.search("Guard|Disable|Enable|Below|Restore", name)
+)
+"""Classes whose objects change the dispatch keys of a thread and restore them when they are
+freed."""
+
+
+def _num_guards() -> int:
+    """Return the number of live guards, plus that of other references to their classes."""
+    # Each object of a class refers to the class.
+    return sum(map(sys.getrefcount, _GUARD_CLASSES))
 
 
 @contextmanager
