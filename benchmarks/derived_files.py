@@ -19,8 +19,8 @@ from benchmarks.bit_flips import RAW, REFUSED, SILENT
 from shardwright.core.checkpoint.file_checksum import write_checksum
 from shardwright.core.cost.cluster_file import cluster_file_text
 from shardwright.core.cost.clusters import load_cluster
+from shardwright.plain_data import EditedFileWarning
 from shardwright.run.data.token_files import MEGATRON_HEADER, token_sequences, write_tokens
-from shardwright.text_files import EditedFileWarning
 
 WARNED, SAME = "warned", "same content"
 

@@ -14,7 +14,8 @@ from pathlib import Path
 from shardwright.errors import ConfigError
 from shardwright.mindformers import language_run, translate_run
 from shardwright.mindformers.config_format import recognizes
-from shardwright.text_files import parse_yaml, read_text
+from shardwright.plain_data import parse_yaml
+from shardwright.text_files import read_text
 
 
 def training_files(folder: Path) -> Iterator[Path]:

@@ -13,7 +13,7 @@ from benchmarks import bench_structure
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "shardwright"
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-GROUND = ("errors", "text_files", "progress")
+GROUND = ("errors", "plain_data", "text_files", "progress")
 WITHOUT_TORCH = (*GROUND, "core/layout")
 OPTIONAL = {
     *("accelerate", "datasets", "jinja2", "lightning", "peft", "scipy", "sklearn"),

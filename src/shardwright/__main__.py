@@ -17,7 +17,8 @@ from pathlib import Path
 from types import FrameType, ModuleType
 
 from shardwright.errors import ConfigError, ShardwrightError, printable
-from shardwright.text_files import parse_yaml, read_text
+from shardwright.plain_data import parse_yaml
+from shardwright.text_files import read_text
 
 PACKAGE = Path(__file__).parent
 

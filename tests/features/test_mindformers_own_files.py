@@ -9,7 +9,8 @@ import pytest
 from shardwright.errors import ConfigError
 from shardwright.mindformers import LanguageRun, language_run
 from shardwright.models import MODELS
-from shardwright.text_files import parse_yaml, read_text
+from shardwright.plain_data import parse_yaml
+from shardwright.text_files import read_text
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 BATCHES = {

@@ -47,7 +47,8 @@ from shardwright.integrations.unplanned_parameters import (
     take_unplanned_tensors_of_rank_0,
 )
 from shardwright.integrations.versions import require_version
-from shardwright.text_files import parse_json, read_text, short_repr, write_text
+from shardwright.plain_data import parse_json, short_repr
+from shardwright.text_files import read_text, write_text
 
 require_version("accelerate", "shardwright.integrations.accelerate")
 

@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from shardwright.errors import ConfigError
-from shardwright.text_files import INTEGERS
+from shardwright.plain_data import INTEGERS
 
 _BYTES_PER_UNIT = {"KB": 2**10, "MB": 2**20, "GB": 2**30, "TB": 2**40}
 _SIZE_PATTERN = re.compile(r"\s*([0-9.]+)\s*([KMGT]B)\s*", re.IGNORECASE)

@@ -16,7 +16,8 @@ from shardwright.mindformers.keys import Keys
 from shardwright.mindformers.model import MindFormersModel, read_dtype
 from shardwright.models.decoder import MODEL_TYPES
 from shardwright.models.sizes import Dimensions
-from shardwright.text_files import parse_json, read_text
+from shardwright.plain_data import parse_json
+from shardwright.text_files import read_text
 
 _LATENT_ATTENTION = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
 _FAMILIES: Mapping[str, tuple[str, tuple[str, ...]]] = {

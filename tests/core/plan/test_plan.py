@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import shardwright as sw
 from sample_models import llama, mlp, network
-from shardwright.text_files import EditedFileWarning
+from shardwright.plain_data import EditedFileWarning
 
 
 def plan_of_network(devices: int = 8) -> sw.Plan:

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from shardwright.core.torch_internals import pytree
 from shardwright.core.torch_internals.flex import register_block_masks
 from shardwright.errors import CaptureError, has_control_characters
-from shardwright.text_files import short_repr
+from shardwright.plain_data import short_repr
 
 
 def check_capturable(module: object, args: object, kwargs: object) -> None:

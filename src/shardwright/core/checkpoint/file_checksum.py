@@ -16,7 +16,8 @@ from typing import Annotated
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from shardwright.text_files import ErrorType, parse_json, read_text, write_text
+from shardwright.plain_data import ErrorType, parse_json
+from shardwright.text_files import read_text, write_text
 
 BLOCK = 1 << 20
 """Size in bytes of the blocks into which a file is divided; each block has a checksum."""

@@ -22,7 +22,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from shardwright.core.checkpoint.position import Position
 from shardwright.errors import CheckpointError, DamagedCheckpointError, ShardwrightWarning
-from shardwright.text_files import parse_json
+from shardwright.plain_data import parse_json
 
 VERSION = 2
 INFO_FILE = "checkpoint.json"

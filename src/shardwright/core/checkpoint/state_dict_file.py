@@ -46,7 +46,8 @@ from shardwright.core.runtime.counted_calls import by_all_ranks
 from shardwright.core.runtime.dtensor import detached_local
 from shardwright.core.torch_internals.dtensor import local_part_of
 from shardwright.errors import CheckpointError
-from shardwright.text_files import parse_json, partial_file, read_text, short_repr
+from shardwright.plain_data import parse_json, short_repr
+from shardwright.text_files import partial_file, read_text
 
 SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
 """Supported suffixes of files. All but `.safetensors` have the format of `torch.save`."""

@@ -26,7 +26,7 @@ from typing import Any
 from shardwright.core.constraints.strategy import Entry, OperatorStrategy, check_entry
 from shardwright.core.layout.layout import Layout, TensorLayout
 from shardwright.errors import LayoutError, StrategyError
-from shardwright.text_files import parse_json, short_repr
+from shardwright.plain_data import parse_json, short_repr
 
 VERSION = 1
 

@@ -21,7 +21,7 @@ from shardwright.core.cost.units import (
     parse_quantity,
 )
 from shardwright.errors import ConfigError, printable
-from shardwright.text_files import DIGEST, content_digest, parse_yaml, short_repr, warn_if_edited
+from shardwright.plain_data import DIGEST, content_digest, parse_yaml, short_repr, warn_if_edited
 
 
 def read_cluster(text: str, where: str) -> Cluster:

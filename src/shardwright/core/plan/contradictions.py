@@ -12,7 +12,7 @@ from shardwright.core.partition.decisions import CutAxes
 from shardwright.core.plan.data import PlanData
 from shardwright.core.plan.rows import OperatorRow
 from shardwright.errors import LayoutError, PlanError
-from shardwright.text_files import short_repr
+from shardwright.plain_data import short_repr
 
 
 def check_consistent(plan: PlanData, devices: int, where: str) -> None:

@@ -10,7 +10,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from shardwright.core.cost.collective_totals import CollectiveTotal
 from shardwright.errors import PlanError
-from shardwright.text_files import parse_json, read_text, write_text
+from shardwright.plain_data import parse_json
+from shardwright.text_files import read_text, write_text
 
 PROFILE_FILE = "profile.json"
 """File name of the profile in the log folder of a run."""

@@ -33,7 +33,7 @@ from shardwright.core.plan.data import PlanData
 from shardwright.core.plan.rows import OperatorRow, StepRow
 from shardwright.core.search.choices import SCALED_QUANTITIES, OtherChoice
 from shardwright.errors import PlanError, has_control_characters
-from shardwright.text_files import DIGEST, content_digest, parse_json, short_repr, warn_if_edited
+from shardwright.plain_data import DIGEST, content_digest, parse_json, short_repr, warn_if_edited
 
 AnyPlan = TypeVar("AnyPlan", bound=PlanData)
 DataclassT = TypeVar("DataclassT")

@@ -11,9 +11,10 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from shardwright.errors import ConfigError
+from shardwright.plain_data import parse_yaml, short_repr
 from shardwright.run.config.known_keys import key_hint
 from shardwright.run.config.schema import Config
-from shardwright.text_files import parse_yaml, read_text, short_repr
+from shardwright.text_files import read_text
 
 # Pydantic's messages name Python types; a user of YAML reads these instead.
 EXPECTED_TYPES = {

@@ -40,6 +40,7 @@ from shardwright.core.runtime.micro_batches import (
 )
 from shardwright.errors import ConfigError, DataError, ShardwrightError
 from shardwright.models.expert_sharding import pin_expert
+from shardwright.plain_data import parse_yaml
 from shardwright.progress import OnProgress, ignore_progress
 from shardwright.run.config.checkpointing import CheckpointPolicy
 from shardwright.run.config.formats import ForeignRun, foreign_run
@@ -60,7 +61,7 @@ from shardwright.run.config.schema import Config, DataSection
 from shardwright.run.data.data import Batches
 from shardwright.run.data.evaluation import Evaluation
 from shardwright.run.loop.loop import LOSSES
-from shardwright.text_files import parse_yaml, read_text
+from shardwright.text_files import read_text
 
 DEVICES_PER_SERVER = 8
 """Devices per server if no cluster is set: the published MindFormers files assume servers of 8."""

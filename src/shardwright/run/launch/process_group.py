@@ -28,8 +28,8 @@ from shardwright.core.runtime.accelerator import (
 )
 from shardwright.core.runtime.collective_errors import naming_redistributions
 from shardwright.errors import CommunicationError, ConfigError
+from shardwright.plain_data import short_repr
 from shardwright.run.launch.rendezvous_store import open_private_store, serve_tcp_store
-from shardwright.text_files import short_repr
 
 # PyTorch's default for NCCL.
 TIMEOUT = timedelta(minutes=10)

@@ -13,7 +13,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from shardwright.core.checkpoint.position import Position
 from shardwright.errors import DataError
-from shardwright.text_files import parse_json, read_text, short_repr, write_text
+from shardwright.plain_data import parse_json, short_repr
+from shardwright.text_files import read_text, write_text
 
 
 @dataclass(frozen=True)

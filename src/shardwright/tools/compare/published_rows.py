@@ -25,8 +25,9 @@ from shardwright.errors import ConfigError
 from shardwright.models import Dimensions
 from shardwright.models.build import FAMILIES
 from shardwright.models.decoder import MODEL_TYPES
+from shardwright.plain_data import parse_json, short_repr
 from shardwright.run.config.schema import Count, Positive
-from shardwright.text_files import parse_json, read_text, short_repr
+from shardwright.text_files import read_text
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 

@@ -11,7 +11,8 @@ from shardwright.core.cost.cluster import LOCAL, Cluster
 from shardwright.core.cost.cluster_file import cluster_from_content
 from shardwright.core.cost.local_cluster import local_cluster
 from shardwright.errors import ConfigError
-from shardwright.text_files import DIGEST, parse_yaml, read_text, short_repr, warn_if_edited
+from shardwright.plain_data import DIGEST, parse_yaml, short_repr, warn_if_edited
+from shardwright.text_files import read_text
 
 _FOLDER = resources.files(__name__)
 
