@@ -14,6 +14,7 @@ import torch
 from torch import fx, nn
 from torch.export import Dim, ShapesCollection
 
+from shardwright.core.capture import layer_rewrites  # noqa: F401 - `canonicalize` applies them
 from shardwright.core.capture.annotations import call_tags, module_tags, preserve_tags, trace_tags
 from shardwright.core.capture.attributes import BUFFERS, attribute_texts
 from shardwright.core.capture.autocast import call_in_autocast, traced_autocast
