@@ -24,7 +24,6 @@ from shardwright.core.agreement.collective import (
     has_other_ranks,
     is_rank_0,
     value_of_rank,
-    values_of_ranks,
 )
 from shardwright.core.checkpoint import state as checkpoint_state
 from shardwright.core.checkpoint.dcp_errors import convert_errors
@@ -34,7 +33,6 @@ from shardwright.core.checkpoint.manifest import (
     CheckpointInfo,
     CheckpointWarning,
     RunNumbers,
-    find_damage,
 )
 from shardwright.core.checkpoint.parameter_names import match_saved_names
 from shardwright.core.checkpoint.position import Position
@@ -47,6 +45,7 @@ from shardwright.core.checkpoint.storage import (
     clear_leftovers,
     complete_steps,
 )
+from shardwright.core.checkpoint.verified_info import check_optimizer, read_verified_info
 from shardwright.core.parallel.module import ParallelModule
 from shardwright.core.parallel.uninitialized import allocate_memory
 from shardwright.core.plan import Plan
@@ -148,7 +147,7 @@ class Checkpoints:
         problems: list[str] = []
         for candidate in candidates:
             folder = self.path(candidate)
-            info = _read_verified_info(folder)
+            info = read_verified_info(folder)
             if isinstance(info, CheckpointInfo):
                 break
             problems.append(info)
@@ -361,7 +360,7 @@ class Checkpoints:
         }
         groups = info.groups if settings == "saved" else None
         if optimizer is not None:
-            _check_optimizer(optimizer, info, folder)
+            check_optimizer(optimizer, info, folder)
             if groups is not None:
                 check_group_settings(optimizer, groups, folder)
             optimizer_state = checkpoint_state.allocate_optimizer_state(
@@ -446,54 +445,3 @@ def load_checkpoint(
         DamagedCheckpointError: if a file is damaged, truncated or missing.
     """
     return Checkpoints(folder).load(net, optimizer, step, strict=strict)
-
-
-def _read_verified_info(folder: Path) -> CheckpointInfo | str:
-    """Read `checkpoint.json`, and verify the checksums of a checkpoint's files. Collective.
-
-    Returns:
-        The contents, or a description of damage that any rank detected; the same on every rank.
-
-    Raises:
-        CheckpointError: if `folder` contains no checkpoint or an unsupported checkpoint version.
-    """
-    rank, size = (dist.get_rank(), dist.get_world_size()) if has_other_ranks() else (0, 1)
-    info, own_damage, own_problem = None, None, None
-    try:
-        info = CheckpointInfo.read(folder)
-        # Each rank verifies every n-th file, since the time is that of reading from disk.
-        own_damage = find_damage(folder, sorted(info.files.items())[rank::size])
-    except DamagedCheckpointError as error:
-        own_damage = str(error)
-    except CheckpointError as error:
-        own_problem = str(error)
-    # A failure on one rank counts for all: they must fall back to the same older checkpoint.
-    for damage, problem in values_of_ranks((own_damage, own_problem)):
-        if problem is not None:
-            raise CheckpointError(problem)
-        if damage is not None:
-            return damage
-    assert info is not None
-    return info
-
-
-def _check_optimizer(optimizer: torch.optim.Optimizer, info: CheckpointInfo, folder: Path) -> None:
-    """Raise CheckpointError if the checkpoint has no optimizer state or another optimizer class."""
-    class_name = type(optimizer).__name__
-    if info.groups is None:
-        raise CheckpointError(
-            f"{folder} was saved without an optimizer\nload only the model: pass `optimizer=None`"
-        )
-    saved_class = info.optimizer
-    # Checkpoints of version 1 do not have the class of the optimizer. Settings that this optimizer
-    # does not have show that it was another class, except for `initial_lr`, which schedulers add.
-    if saved_class is None and set(info.groups[0]) - {"initial_lr"} - set(
-        optimizer.param_groups[0]
-    ):
-        saved_class = "another optimizer"
-    if saved_class not in (None, class_name):
-        raise CheckpointError(
-            f"{folder} was saved with {saved_class}, whose state cannot be loaded into "
-            f"{class_name}\nuse {info.optimizer or 'the same optimizer'}, or load only the weights "
-            f"with `train.load: {folder}`"
-        )
