@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import signal
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
 from datetime import timedelta
 from importlib.util import find_spec
 from itertools import count
@@ -18,6 +17,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from shardwright import __version__
 from shardwright.cli.app import app, echo
+from shardwright.cli.local_ranks import LocalRankLauncher, TrainOptions
 from shardwright.cli.options import (
     LOG_DIR,
     ConfigArgument,
@@ -33,15 +33,15 @@ from shardwright.core.checkpoint.position import Position
 from shardwright.core.plan import Plan
 from shardwright.core.plan.measured import PROFILE_FILE, Measured
 from shardwright.core.plan.text_columns import PrintableConsole
-from shardwright.errors import ConfigError, LayoutError, PlanError, StrategyError
+from shardwright.errors import ConfigError, PlanError
 from shardwright.run.config import Run
 from shardwright.run.config.training import Profile, check_profiled_steps, train_rank
-from shardwright.run.launch.launch import DeviceRange, launch, launch_elastic
+from shardwright.run.launch.launch import DeviceRange
 from shardwright.run.launch.log_folder import LogFolder
 from shardwright.run.launch.node import Node, launch_node
 from shardwright.run.launch.process_group import World, check_same_run, is_launched
 from shardwright.run.launch.rank_failure import StoppedError
-from shardwright.run.loop.progress_bar import LiveProgress, follow_files
+from shardwright.run.loop.progress_bar import LiveProgress
 from shardwright.run.loop.step_log import StepRecord, open_step_log
 from shardwright.run.loop.trackers import check_trackers, open_trackers
 
@@ -103,7 +103,7 @@ def train_command(
 
     Starts one process per device. Under torchrun it joins the processes that torchrun started.
     """
-    options = _TrainOptions(
+    options = TrainOptions(
         config, devices, plan, log_dir, mem_coeff, resume, max_restarts, elastic, profile
     )
     node = _parse_node_options(nnodes, node_rank, rdzv, nproc_per_node, options)
@@ -115,37 +115,12 @@ def train_command(
     body(options)
 
 
-@dataclass(frozen=True)
-class _TrainOptions:
-    """Options of the command `train`, except node options such as `--node-rank`."""
-
-    config: Path
-    devices: int | None
-    plan: Path | None
-    log_dir: Path
-    mem_coeff: str | None
-    resume: bool
-    max_restarts: int
-    elastic: str | None
-    profile: int | None
-
-    def command(self, resume: bool) -> list[str]:
-        """Return the arguments of `python` on each rank."""
-        # Without -P, `-m` puts the working folder on sys.path, where a file may shadow a module.
-        command = ["-P", "-m", "shardwright", "train", str(self.config)]
-        for name in ("plan", "log_dir", "mem_coeff", "profile"):
-            value = getattr(self, name)
-            if value is not None:
-                command += [f"--{name.replace('_', '-')}", str(value)]
-        return [*command, "--resume"] if resume else command
-
-
 def _parse_node_options(
     nnodes: str | None,
     rank: int | None,
     rdzv: str | None,
     local_size: int | None,
-    options: _TrainOptions,
+    options: TrainOptions,
 ) -> Node | None:
     """Return the node that the options describe; None without --nnodes."""
     if nnodes is None:
@@ -167,7 +142,7 @@ def _parse_node_options(
     return Node.parse(nnodes, rank, rdzv, local_size)
 
 
-def _train_on_node(node: Node, options: _TrainOptions) -> None:
+def _train_on_node(node: Node, options: TrainOptions) -> None:
     """Start the ranks of this node, which then plan and train."""
     run = load_run(options.config, options.mem_coeff, resume=options.resume)
     logs = LogFolder(options.log_dir)
@@ -183,7 +158,7 @@ def _train_on_node(node: Node, options: _TrainOptions) -> None:
     launch_node(command, node, logs, max_restarts=options.max_restarts, timeout=timeout)
 
 
-def _train_or_launch(options: _TrainOptions) -> None:
+def _train_or_launch(options: TrainOptions) -> None:
     world, logs = World.from_environment(), LogFolder(options.log_dir)
     device_range = DeviceRange.parse(options.elastic) if options.elastic else None
     # A rank that was restarted continues from the checkpoints of its run.
@@ -220,7 +195,7 @@ def _train_or_launch(options: _TrainOptions) -> None:
         if plan_or_search.devices == 1 and options.max_restarts == 0 and device_range is None:
             _train_one_rank(run, plan_or_search, world, logs, profile)
         else:
-            _LocalRankLauncher(options, run, logs, locks).train(plan_or_search, device_range)
+            LocalRankLauncher(options, run, logs, locks).train(plan_or_search, device_range)
 
 
 def _collect_node_settings(run: Run) -> dict[str, object]:
@@ -243,7 +218,7 @@ def _list_output_folders(run: Run, logs: LogFolder) -> list[Path]:
 
 
 def _load_or_search_plan(
-    run: Run, options: _TrainOptions, device_range: DeviceRange | None, world: World
+    run: Run, options: TrainOptions, device_range: DeviceRange | None, world: World
 ) -> tuple[Run, Plan | Callable[[], Plan]]:
     """Adjust the run to its number of devices, and load or search for its plan.
 
@@ -290,106 +265,6 @@ def _load_or_search_plan(
 
     # Under torchrun, ranks compare their settings before one of them searches.
     return run, plan() if world.size == 1 else plan
-
-
-@dataclass(frozen=True)
-class _LocalRankLauncher:
-    """Launcher of the local ranks of a run, which shows their progress.
-
-    Args:
-        locks: file descriptors of the locked folders, which the ranks inherit.
-    """
-
-    options: _TrainOptions
-    run: Run
-    logs: LogFolder
-    locks: Collection[int]
-
-    def train(self, plan: Plan, device_range: DeviceRange | None) -> None:
-        """Start the ranks, and restart them after failures as the options allow."""
-        max_restarts = self.options.max_restarts
-        timeout = timedelta(seconds=self.run.config.train.timeout_seconds)
-        command = self.command(plan, self.run.resumes)
-        with self.progress() as progress:
-            if device_range is not None:
-                launch_elastic(
-                    lambda remaining: self.replan(remaining, device_range.minimum),
-                    command,
-                    plan.devices,
-                    device_range.minimum,
-                    self.logs,
-                    max_restarts=max_restarts,
-                    on_restart=progress.line,
-                    timeout=timeout,
-                    locks=self.locks,
-                )
-                return
-
-            def on_restart(number: int) -> None:
-                log = f"{self.logs.run}/rank.*/stderr.attempt-{number - 1}"
-                # The log folder may have been deleted during the run.
-                if not self.logs.plan.exists():
-                    self.save_plan(plan)
-                progress.line(f"a rank failed: restart {number} of {max_restarts}; its log: {log}")
-
-            launch(
-                command,
-                plan.devices,
-                self.logs,
-                max_restarts=max_restarts,
-                on_restart=on_restart,
-                timeout=timeout,
-                locks=self.locks,
-                serves_scripts=False,
-            )
-
-    def command(self, plan: Plan, resume: bool) -> list[str]:
-        """Save the plan, and return the arguments of `python` on each rank."""
-        self.save_plan(plan)
-        # Ranks get the plan, so that no option of the search applies to them.
-        return replace(self.options, plan=self.logs.plan, mem_coeff=None).command(resume)
-
-    def save_plan(self, plan: Plan) -> None:
-        """Save the plan for the ranks, also after the log folder was deleted during the run."""
-        self.logs.run.mkdir(parents=True, exist_ok=True)
-        plan.save(self.logs.plan)
-
-    def replan(self, remaining: int, minimum: int) -> tuple[list[str], int]:
-        """Plan for the largest number of remaining devices over which the model can be sharded.
-
-        Args:
-            remaining: number of devices that are not lost.
-            minimum: smallest number of devices to plan for.
-
-        Returns:
-            The command of a rank, and the number of devices.
-        """
-        # From all remaining devices down to the minimum.
-        for devices in range(remaining, minimum, -1):
-            try:
-                plan = self.run.plan(devices)
-            except (StrategyError, LayoutError):
-                continue
-            # Without cuts and stages, every device would compute the same.
-            if any(plan.cuts.values()) or plan.pipeline.stages > 1:
-                break
-        else:
-            plan = self.run.plan(minimum)
-        return self.command(plan, self.run.checkpoints() is not None), plan.devices
-
-    @contextmanager
-    def progress(self) -> Iterator[LiveProgress]:
-        """Context that prints the output and the training steps of rank 0 as they are written."""
-        with LiveProgress(
-            PrintableConsole(), self.run.num_steps, len(self.run.batches)
-        ) as progress:
-            on_line = {
-                self.logs.stdout(0): progress.line,
-                # Rank 0 is another process, which reports its steps by its log.
-                self.logs.steps(0): lambda line: progress.step(StepRecord.from_json(line)),
-            }
-            with follow_files(on_line):
-                yield progress
 
 
 def _train_one_rank(
