@@ -21,7 +21,7 @@ from random_plans import random_plan
 from shardwright.core.capture.capture import capture
 from torchrun import run_checks
 
-SEEDS = range(3)
+SEEDS = range(1)
 ROUNDING = 0.03
 """Tolerance for bfloat16: sums over shards have another order."""
 
