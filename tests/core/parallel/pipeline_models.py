@@ -51,6 +51,22 @@ class Orphans(nn.Module):
         return F.cross_entropy(self.last(x).flatten(0, 1), labels.flatten())
 
 
+class Alternating(nn.Module):
+    """A model that calls another of three submodules in each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Embedding(16, 8)
+        self.turns = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.last = nn.Linear(8, 16)
+        self.step = 0
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        self.step = (self.step + 1) % 3
+        x = self.turns[self.step](self.one(ids)).relu()
+        return F.cross_entropy(self.last(x).flatten(0, 1), labels.flatten())
+
+
 class FrozenStart(nn.Module):
     """A model whose first half has no gradient, as when only adapters are trained."""
 

@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import shardwright as sw
 from core.parallel.pipeline_models import (
+    Alternating,
     Dropping,
     EarlyLoss,
     FrozenStart,
@@ -184,6 +185,11 @@ def check_parameters_in_unusual_places() -> None:
             config = {name: s for name, s in config.items() if hasattr(nets[0], name)}
             plan = planned(nets[0], args, 1, schedule, stage_config=config)
             check_training(nets, plan, args)
+
+
+def check_submodules_that_alternate() -> None:
+    nets, args = built(Alternating), batch()
+    check_training(nets, planned(nets[0], args, 2, "1f1b"), args)
 
 
 def check_a_loss_before_the_last_stage() -> None:
@@ -414,6 +420,7 @@ def check_what_is_refused() -> None:
 
 CHECKS = (
     check_schedules,
+    check_submodules_that_alternate,
     check_a_loss_before_the_last_stage,
     check_bfloat16,
     check_own_parts_of_the_batch,

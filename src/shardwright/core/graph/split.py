@@ -9,7 +9,7 @@ chunk that reads it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from weakref import WeakKeyDictionary
@@ -302,41 +302,59 @@ def _replace_received_inputs(op: Op, received: Mapping[Value, Value]) -> Op:
     return replace(op, args=args, kwargs=kwargs)
 
 
-def assign_neighbors(graph: Graph, anchor_chunks: Mapping[str, int]) -> dict[str, int]:
+def assign_neighbors(
+    graph: Graph,
+    anchor_chunks: Mapping[str, int],
+    preferred: Mapping[str, Sequence[int]] | None = None,
+) -> dict[str, int]:
     """Assign all operators to chunks, given the chunks of some operators.
 
-    Operators not in `anchor_chunks` are assigned to the latest chunk of their producers or, without
+    Operators not in `anchor_chunks` are assigned to the first preferred chunk that lies between
+    their producers and their consumers; else to the latest chunk of their producers or, without
     producers, to the earliest chunk of their consumers.
 
     Args:
         graph: the graph of the model.
         anchor_chunks: index of the chunk of some operators, by operator name.
+        preferred: indices of chunks in ascending order, by operator name.
 
     Returns:
         The index of the chunk of each operator, by operator name.
     """
+    latest = _find_latest_chunks(graph, anchor_chunks)
     chunk_of: dict[str, int] = {}
-
-    def producer_chunks(op: Op) -> list[int]:
-        ops = (graph.producer.get(value) for value in op.inputs)
-        return [
-            chunk_of[producer.name] for producer in ops if producer and producer.name in chunk_of
-        ]
-
-    def consumer_chunks(values: Iterable[Value]) -> list[int]:
-        names = (op.name for value in values for op, _ in graph.consumers[value])
-        return [chunk_of[name] for name in names if name in chunk_of]
-
     for op in graph.ops:
+        producers = (graph.producer.get(value) for value in op.inputs)
+        chunks = (chunk_of.get(producer.name, -1) for producer in producers if producer)
+        # The latest chunk, as a value must not be read in an earlier chunk than computed.
+        earliest = max(chunks, default=-1)
+        last = latest.get(op.name, max(anchor_chunks.values(), default=0))
+        fitting = [c for c in (preferred or {}).get(op.name, ()) if earliest <= c <= last]
         if op.name in anchor_chunks:
             chunk_of[op.name] = anchor_chunks[op.name]
-        elif chunks := producer_chunks(op):
-            # The latest chunk, as a value must not be read in an earlier chunk than computed.
-            chunk_of[op.name] = max(chunks)
+        elif fitting or earliest >= 0:
+            chunk_of[op.name] = fitting[0] if fitting else earliest
     # Backwards, so that the consumers of an operator are assigned before it.
     for op in reversed(graph.ops):
         if op.name not in chunk_of:
             # Without producers, any chunk up to the first consumer is valid; in the chunk of the
             # consumer, the value need not be sent.
-            chunk_of[op.name] = min(consumer_chunks(op.outputs), default=0)
+            chunk_of[op.name] = min(_consumer_chunks(graph, op, chunk_of), default=0)
     return chunk_of
+
+
+def _find_latest_chunks(graph: Graph, anchor_chunks: Mapping[str, int]) -> dict[str, int]:
+    """Return the latest chunk of each operator from which anchored consumers can read."""
+    latest: dict[str, int] = {}
+    for op in reversed(graph.ops):
+        chunks = _consumer_chunks(graph, op, latest)
+        if op.name in anchor_chunks:
+            latest[op.name] = anchor_chunks[op.name]
+        elif chunks:
+            latest[op.name] = min(chunks)
+    return latest
+
+
+def _consumer_chunks(graph: Graph, op: Op, chunk_of: Mapping[str, int]) -> list[int]:
+    consumers = (consumer for value in op.outputs for consumer, _ in graph.consumers[value])
+    return [chunk_of[op.name] for op in consumers if op.name in chunk_of]

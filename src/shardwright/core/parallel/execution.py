@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from shardwright.core.parallel.call_leaves import full_leaves, has_dtensors
 from shardwright.core.parallel.model_calls import ModelCalls, touch_cache_entry
 from shardwright.core.parallel.module_tensors import ModuleTensors
 from shardwright.core.parallel.python_calls import ProgramResults
+from shardwright.core.parallel.stages_of_tensors import Stages, stages_of_tensors
 from shardwright.core.parallel.step_outputs import StepOutputs
 from shardwright.core.parallel.train_step import (
     GradientAccumulation,
@@ -63,6 +65,11 @@ class StepCall(NamedTuple):
 
 class Execution(ModelCalls):
     """Runs the calls and training steps of a planned model; see `ModelCalls`."""
+
+    @cached_property
+    def stages_of_tensors(self) -> dict[str, Stages]:
+        """Indices of the pipeline stages that store each parameter and buffer, by name."""
+        return stages_of_tensors(self.template, self.partitioned)
 
     def train_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """Run forward and backward over all micro-batches, and accumulate gradients.

@@ -25,6 +25,7 @@ from shardwright.core.misuse.partial_state import refuse_to_save_shards
 from shardwright.core.misuse.unsupported_operators import compute_unsupported_operators
 from shardwright.core.parallel.execution import Execution
 from shardwright.core.parallel.pipeline_execution import PipelineExecution
+from shardwright.core.parallel.stages_of_tensors import stages_of_tensors
 from shardwright.core.parallel.stored_tensors import (
     StoragePlan,
     copied_parameters,
@@ -392,13 +393,6 @@ def _find_other_stage_tensors(
     """Return the parameters and buffers that this rank's pipeline stage does not own, by name."""
     if partitioned.pipeline.stages == 1:
         return {}
-    graph = partitioned.graph
-    names_of_stage = {v.name for values in partitioned.tensors_of(devices.stage) for v in values}
-    used = {v.name for v in (*graph.parameters, *graph.module_buffers)}
+    stages = stages_of_tensors(module, partitioned)
     tensors: dict[str, Tensor] = dict(module.named_parameters()) | dict(module.named_buffers())
-    # Tensors that no operator reads belong to stage 0, from which `whole` broadcasts them.
-    return {
-        name: tensor
-        for name, tensor in tensors.items()
-        if name not in names_of_stage and (name in used or devices.stage)
-    }
+    return {name: t for name, t in tensors.items() if devices.stage not in stages[name]}

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shardwright.core.graph.graph import Graph, Value
+from shardwright.core.graph.graph import Graph, Op, Value
 from shardwright.core.graph.split import assign_neighbors
 from shardwright.core.lower.program import Program
 from shardwright.core.misuse.partial_state import refuse_to_save_stage
 from shardwright.core.misuse.stage_parameters import watch_optimizers_of_stages
 from shardwright.core.parallel.execution import Execution, StepCall
-from shardwright.core.parallel.module_tensors import ModuleTensors
 from shardwright.core.parallel.pipeline_stage import RankStages
 from shardwright.core.parallel.python_calls import ProgramResults
 from shardwright.core.partition.partitioned import Partitioned
@@ -48,8 +48,9 @@ class PipelineExecution(Execution):
         return result
 
     def _register_parameters_of_stage(self) -> None:
-        stages = self.partitioned.stages_of_parameters
-        parameters = StageParameters.of(self.module, self.template, stages, self.devices)
+        parameters = StageParameters.of(
+            self.module, self.template, self.stages_of_tensors, self.devices
+        )
         stage_models()[self.module] = parameters
         watch_optimizers_of_stages()
 
@@ -145,17 +146,23 @@ class PipelineExecution(Execution):
         self._train_steps[key] = self._bind_train_step(self.partitioned)
 
     def _make_train_step(self, partitioned: Partitioned) -> RankStages:
-        stage = self.devices.stage
-        # Another mode may read parameters of another stage, such as a tied head in evaluation.
-        for values in partitioned.tensors_of(stage):
-            for name, parameter in ModuleTensors.of(self.module, values, ()).parameters.items():
-                if parameter is None:
-                    raise PlanError(
-                        f"pipeline stage {stage} reads {name!r} in this mode"
-                        f" (training={self.module.training}), but does not own it\nplan the model"
-                        " in this mode, or with one stage"
-                    )
+        # On all ranks, as the other stages would wait for the one that raises the error.
+        for stage in range(partitioned.pipeline.stages):
+            for value in chain(*partitioned.tensors_of(stage)):
+                if stage not in self.stages_of_tensors[value.name]:
+                    raise self._make_error_of_unowned_tensor(partitioned.graph, stage, value)
         return RankStages(partitioned, self._make_program_devices(partitioned))
+
+    def _make_error_of_unowned_tensor(self, graph: Graph, stage: int, value: Value) -> PlanError:
+        owners = ", ".join(map(str, self.stages_of_tensors[value.name]))
+        op = next((op for op, _ in graph.consumers[value]), None)
+        line = f"{op.source}: " if op is not None and op.source else ""
+        return PlanError(
+            f"{line}in this call (training={self.module.training}), pipeline stage {stage} reads"
+            f" {value.name!r}, which only stage {owners} stores, as the planned call does not read"
+            " it there\nplan with one stage, or plan with a call that reads all parameters in the"
+            " stages in which later calls read them"
+        )
 
     def _capture_specialization(
         self,
@@ -177,5 +184,21 @@ class PipelineExecution(Execution):
         pipeline = self.partitioned.pipeline
         planned = pipeline.chunk_of
         chunk_of = {op.name: planned[op.name] for op in graph.ops if op.name in planned}
-        # Operators that the planned graph lacks go to the chunk of their neighbors.
-        return replace(pipeline, chunk_of=assign_neighbors(graph, chunk_of))
+        chunks = range(pipeline.num_chunks)
+        # Operators that the planned graph lacks go to a chunk with their parameters if possible,
+        # else to that of their neighbors.
+        preferred = {
+            op.name: [chunk for chunk in chunks if pipeline.stage_of(chunk) in stages]
+            for op in graph.ops
+            if op.name not in chunk_of and (stages := self._stages_with_tensors(op)) is not None
+        }
+        return replace(pipeline, chunk_of=assign_neighbors(graph, chunk_of, preferred))
+
+    def _stages_with_tensors(self, op: Op) -> frozenset[int] | None:
+        """Return the stages that store all parameters and buffers of `op`; None if it has none."""
+        stored = [
+            frozenset(self.stages_of_tensors[value.name])
+            for value in op.inputs
+            if value.name in self.stages_of_tensors
+        ]
+        return frozenset.intersection(*stored) if stored else None

@@ -161,8 +161,7 @@ def _gather_tensor_from_owning_stage(
             tensor = torch.empty(planned.shape, dtype=planned.dtype, device=devices.device)
         # Broadcasts write into contiguous memory.
         tensor = tensor.contiguous()
-        # Parameters that no operator reads belong to the first stage.
-        source = execution.partitioned.first_stages.get(name, 0)
+        source = min(execution.stages_of_tensors[name])
         broadcast(tensor, devices.peers_of_all_stages, source)
     assert tensor is not None
     return tensor

@@ -115,16 +115,6 @@ class Partitioned:
                 shared.append((stages, shard * trained[name].stored_dtype.itemsize))
         return tuple(shared)
 
-    @cached_property
-    def first_stages(self) -> dict[str, int]:
-        """Index of the first stage that reads or updates each parameter and buffer, by name."""
-        # This stage sends the tensor to all other stages that have it.
-        first_stage_of: dict[str, int] = {}
-        for stage in range(self.pipeline.stages):
-            for value in chain(*self.tensors_of(stage)):
-                first_stage_of.setdefault(value.name, stage)
-        return first_stage_of
-
     def tensors_of(self, stage: int) -> tuple[list[Value], list[Value]]:
         """Return the parameters and the buffers that a stage reads or updates.
 
