@@ -41,6 +41,10 @@ FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "cosine": (F.cosine_similarity, randn(6, 4), randn(6, 4)),
     "extremes": (lambda x: torch.aminmax(x, dim=1), randn(6, 4)),
     "distance": (torch.dist, randn(6, 4), randn(6, 4)),
+    "mean of numbers": (lambda x: x.log().nanmean(1), randn(6, 4)),
+    "alias": (torch.special.xlogy, randn(6, 4), randn(6, 4).abs()),
+    "inverse": (lambda x: torch.linalg.tensorinv(x, 1), randn(4, 2, 2)),
+    "pairs": (lambda x, y: F.cosine_embedding_loss(x, y, torch.ones(6)), randn(6, 4), randn(6, 4)),
     "copies": (lambda x: torch.unbind_copy(x, 1), randn(6, 2)),
 }
 

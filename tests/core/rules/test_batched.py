@@ -79,10 +79,13 @@ def test_a_vector_of_each_system_of_a_batch_is_no_matrix() -> None:
     assert check(aten.linalg_solve.default, matrices(6), vectors(3)).factors == ("b",)
 
 
-@pytest.mark.parametrize("p", [1.0, 2.0])
-def test_both_sets_of_vectors_may_be_cut(p: float) -> None:
-    found = check(aten.cdist.default, vectors(2, 4, 3), vectors(2, 6, 3), p)
-    assert set(found.factors) == {"b", "i", "j"}
+@pytest.mark.parametrize("p", [0.5, 1.0, 2.0, float("inf")])
+def test_both_sets_of_vectors_may_be_cut_and_features_of_a_norm(p: float) -> None:
+    x = vectors(2, 4, 6)
+    # Equal vectors have distance 0, whose gradient is 0.
+    y = torch.cat([vectors(2, 2, 6), x[:, :2]], 1)
+    factors = {"b", "i", "j", "k"} if 1 <= p < float("inf") else {"b", "i", "j"}
+    assert set(check(aten.cdist.default, x, y, p).factors) == factors
 
 
 @pytest.mark.parametrize("space", [(4,), (4, 2)])

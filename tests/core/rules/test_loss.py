@@ -59,12 +59,6 @@ def test_weights_of_a_binary_loss_are_broadcast() -> None:
 
 
 @pytest.mark.parametrize("reduction", [0, 1, 2])
-def test_pairs_are_compared_row_by_row(reduction) -> None:
-    loss = aten.cosine_embedding_loss.default
-    assert check(loss, r(6, 4), r(6, 4), signs(6), 0.1, reduction).factors == ("b",)
-
-
-@pytest.mark.parametrize("reduction", [0, 1, 2])
 def test_rows_of_margin_losses_may_be_cut(reduction: int) -> None:
     scores, target = r(6, 4), randint(4, (6,))
     check(aten.multi_margin_loss.default, scores, target, reduction=reduction)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, rand, randn, tensor
+from torch.nn import Buffer
 
 from core.rules.oracle import check, op_of
 from shardwright.core.rules import rule_of
@@ -101,3 +102,14 @@ def test_what_draws_random_numbers_says_so() -> None:
 
 def test_operators_that_write_into_an_input_have_no_rule() -> None:
     assert rule_of(op_of(aten.add_.Tensor, randn(4), randn(4))) is None
+
+
+def test_rounding_to_quantized_values_is_elementwise_with_parameters_per_channel() -> None:
+    x = randn(4, 6, 2, dtype=torch.float32)
+    scale = Buffer(rand(6, dtype=torch.float32) + 0.1)
+    zero_point = Buffer(torch.ones(6, dtype=torch.int32))
+    per_channel = aten.fake_quantize_per_channel_affine.default
+    assert str(check(per_channel, x, scale, zero_point, 1, -8, 7)) == "b s t, s, s -> b s t"
+    per_tensor = aten.fake_quantize_per_tensor_affine.tensor_qparams
+    found = check(per_tensor, x, Buffer(scale[:1]), Buffer(zero_point[:1]), -8, 7)
+    assert found.factors == ("b", "s", "t")

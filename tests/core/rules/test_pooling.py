@@ -74,6 +74,13 @@ def test_adaptive_pooling_is_cut_between_outputs_of_equally_many_rows() -> None:
     assert str(maxima) == "b c s _ u -> b c s _ u, b c s _ u"
 
 
+def test_the_maximum_of_an_image_is_that_of_the_maxima_of_its_shards() -> None:
+    # Rounded, as the first of equal elements is the maximum.
+    found = check(aten.adaptive_max_pool2d.default, PLANE.round(), [1, 1])
+    assert str(found) == "b s t u -> b s _ _, b s _ _"
+    assert check(aten.adaptive_max_pool3d.default, VOLUME, [1, 1, 1]).complete == {"t", "u", "v"}
+
+
 def test_positions_of_maxima_in_shards_are_those_in_the_image() -> None:
     overlapping = ([3, 3], [2, 1], [1, 1])
     for target, x, args in (

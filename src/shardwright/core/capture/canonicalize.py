@@ -100,6 +100,11 @@ def rewrites(*targets: Any) -> Callable[[Rewrite], Rewrite]:
     return register
 
 
+def has_rewrite(target: Any) -> bool:
+    """Whether a `Rewrite` of the operator `target` is registered."""
+    return target in _REWRITES
+
+
 def insert_reshape(node: fx.Node, sizes: tuple[int, ...], before: fx.Node) -> fx.Node:
     """Insert a reshape of `node` before `before`, merged with reshapes that produced `node`.
 

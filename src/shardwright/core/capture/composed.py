@@ -1,5 +1,8 @@
 """Decomposition of operators without sharding rules into ATen operators that have rules.
 
+Composite operators of ATen consist of other operators by definition. Some others are decomposed by
+functions of this module.
+
 `torch._foreach_*` becomes one operator per tensor of the list, so that each tensor can have another
 layout. The mean of `scatter_reduce` becomes a sum divided by a count: partial sums can be
 all-reduced, partial means cannot. Without `include_self` a count shows which elements keep their
@@ -17,30 +20,19 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from shardwright.core.capture.canonicalize import has_rewrite
 from shardwright.core.capture.fx_nodes import ORIGIN, is_tensor, node_arguments, tensor
+from shardwright.core.rules import has_rule
 from shardwright.core.rules.scattered import neutral_element
 from shardwright.core.torch_internals.operators import (
     OpOverload,
     call_composite,
+    is_composite,
     operator_name,
     schema_of,
 )
 
 aten = torch.ops.aten
-
-COMPOSED = frozenset(
-    (
-        *("atleast_1d", "atleast_2d", "atleast_3d", "cartesian_prod", "column_stack", "dsplit"),
-        *("diag", "diagflat", "dstack", "hsplit", "hstack", "sum_to_size", "vsplit", "vstack"),
-        "cosine_similarity",
-        *("chalf", "cross", "fft_fftshift", "fft_ifftshift", "fliplr", "flipud", "kron"),
-        *("cumulative_trapezoid", "gradient", "trapezoid", "trapz", "nanquantile", "quantile"),
-        *("gru_cell", "lstm_cell", "rnn_relu_cell", "rnn_tanh_cell"),
-        *("linalg_cond", "linalg_diagonal", "linalg_matrix_norm", "linalg_multi_dot"),
-        *("linalg_norm", "linalg_vander", "linalg_vecdot", "pairwise_distance"),
-        *("special_ndtr", "special_polygamma", "triplet_margin_loss"),
-    )
-)
 
 
 def decompose(graph: fx.Graph) -> None:
@@ -72,8 +64,9 @@ def _find_decomposition(node: fx.Node) -> Callable[..., Any] | None:
         if target is aten.scatter_reduce.two and _is_one_operator(**_reduction(node)):
             return None
         return partial(_write_result, function) if name.endswith("_") else function
-    composed = name in COMPOSED or name.startswith("_foreach_")
-    return partial(call_composite, target) if composed else None
+    # Rewrites and rules exist for composite operators that need not be decomposed.
+    composed = is_composite(target) and not (has_rule(target) or has_rewrite(target))
+    return partial(call_composite, target) if composed or name.startswith("_foreach_") else None
 
 
 def _write_result(function: Callable[..., Any], x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

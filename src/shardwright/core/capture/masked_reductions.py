@@ -55,7 +55,7 @@ _LOSSES = frozenset(
     {
         *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div", "binary_cross_entropy"),
         *("binary_cross_entropy_with_logits", "soft_margin_loss", "poisson_nll_loss"),
-        *("hinge_embedding_loss", "margin_ranking_loss", "cosine_embedding_loss"),
+        *("hinge_embedding_loss", "margin_ranking_loss"),
         *("multi_margin_loss", "multilabel_margin_loss"),
     }
 )

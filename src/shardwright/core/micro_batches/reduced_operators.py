@@ -20,6 +20,11 @@ from shardwright.core.rules.notation import call_arguments
 TENSOR_SUMS = frozenset({torch.ops.aten.add.Tensor, torch.ops.aten.sub.Tensor})
 """Operators that take a number or a tensor as their argument `other`."""
 
+PARAMETRIC_DIVISOR = (
+    "its divisor, a sum or mean over samples, depends on parameters (multiply by a mask of the"
+    " labels, and divide by its sum)"
+)
+
 
 def states_from_reduced_inputs(flow: SampleFlow, op: Op) -> list[SampleState]:
     """Return the `SampleState` of each output of an operator that reads means or sums of samples.
@@ -59,6 +64,8 @@ def states_from_reduced_inputs(flow: SampleFlow, op: Op) -> list[SampleState]:
     # A quotient is linear in its numerator only, a linear layer only without bias.
     alone = alone and (name != "div" or op.args[0] is reduced[0])
     alone = alone and (name != "linear" or arguments["bias"] is None)
+    if name == "div" and op.args[1] in reduced:
+        raise UnsplittableError(op, PARAMETRIC_DIVISOR)
     if name not in LINEAR or not alone:
         raise nonlinear
     flow.result.emit(op, [None] * len(op.inputs), flow.outside)

@@ -45,10 +45,6 @@ AUTOGRAD_FUNCTION = (
     ' `sw.local_map(F.apply, "b _ -> b _")`)'
 )
 RAGGED = {
-    "nanmean": (
-        "its divisor, the number of elements that are not NaN, depends on parameters (multiply by"
-        " a mask of the labels, and divide by its sum)"
-    ),
     "embedding_bag": (
         "its bags of different sizes in one list cannot be split equally (pass indices of shape"
         " (samples, length), padded with `padding_idx`)"

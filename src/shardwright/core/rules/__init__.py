@@ -40,7 +40,7 @@ from shardwright.core.rules.register import register
 from shardwright.core.rules.rule import RuleMaker, ShardingRule, find_rule_maker, num_rules
 from shardwright.errors import StrategyError
 
-__all__ = ["ShardingRule", "is_random", "register", "rule_of"]
+__all__ = ["ShardingRule", "has_rule", "is_random", "register", "rule_of"]
 
 
 def rule_of(op: Op) -> ShardingRule | None:
@@ -56,11 +56,19 @@ def rule_of(op: Op) -> ShardingRule | None:
     return cached[1]
 
 
-def _find_rule(op: Op) -> ShardingRule | None:
-    maker = find_rule_maker(op.target)
+def has_rule(target: Any) -> bool:
+    """Whether calls of the operator `target` have a sharding rule."""
+    return _find_maker(target) is not None
+
+
+def _find_maker(target: Any) -> RuleMaker | None:
+    is_pointwise = torch.Tag.pointwise in getattr(target, "tags", ())
     # A registered rule has priority over ATen's tag.
-    if maker is None and torch.Tag.pointwise in getattr(op.target, "tags", ()):
-        maker = pointwise.pointwise
+    return find_rule_maker(target) or (pointwise.pointwise if is_pointwise else None)
+
+
+def _find_rule(op: Op) -> ShardingRule | None:
+    maker = _find_maker(op.target)
     if maker is None:
         return None
     return _build_rule(_RuleCacheKey(maker, op.target, op.structure, op))

@@ -6,10 +6,12 @@ can be sharded. The transformed dimensions of a Fourier transform cannot be shar
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from math import inf
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from shardwright.core.graph.graph import Op
 from shardwright.core.rules.notation import (
@@ -22,9 +24,18 @@ from shardwright.core.rules.notation import (
     sharding_rule,
     unsharded_at,
 )
-from shardwright.core.rules.rule import Dims, LocalSharding, RuleMaker, ShardingRule, rule_for
+from shardwright.core.rules.rule import (
+    Dims,
+    LocalSharding,
+    Reduction,
+    RuleMaker,
+    ShardingRule,
+    rule_for,
+)
 
 aten = torch.ops.aten
+
+_DISTANCES = "... i k, ... j k -> ... i j"
 
 LINEAR_ALGEBRA = {
     (2,): (
@@ -118,9 +129,37 @@ def solve(op: Op) -> ShardingRule:
 
 @rule_for(*overloads("cdist"))
 def distances(op: Op) -> ShardingRule:
-    """Pairwise distances, `... i _, ... j _ -> ... i j`: vectors of both sets can be sharded,
-    features cannot."""
-    return from_notation("... i _, ... j _ -> ... i j", op)
+    """Pairwise distances, `... i k, ... j k -> ... i j`: vectors of both sets can be sharded, and
+    features in norms of finite order from 1 on, whose powers are sums over features."""
+    if not 1 <= argument(op, "p") < inf:
+        return from_notation("... i _, ... j _ -> ... i j", op)
+    return from_notation(
+        *(_DISTANCES, op),
+        complete=frozenset("k"),
+        kernel=_build_distance_kernel,
+        reductions=_make_distance_reductions,
+    )
+
+
+def _build_distance_kernel(op: Op, local: LocalSharding) -> Callable[..., Any]:
+    if local.shard_counts["k"] == 1:
+        return op.target
+    order = argument(op, "p")
+
+    def run(*args: Any, **kwargs: Any) -> Tensor:
+        total = local.reduce[0](op.target(*args, **kwargs).pow(order))
+        # The gradient of a distance of 0 is 0, that of a root is infinite.
+        is_zero = total == 0
+        return total.masked_fill(is_zero, 1).pow(1 / order).masked_fill(is_zero, 0)
+
+    return run
+
+
+def _make_distance_reductions(op: Op, shard_counts: Mapping[str, int]) -> tuple[Reduction, ...]:
+    if shard_counts["k"] == 1:
+        return ()
+    (shape,) = from_notation(_DISTANCES, op).local_output_shapes(op, shard_counts)
+    return (Reduction(("k",), "sum", shape, op.output.dtype),)
 
 
 @rule_for(*overloads("grid_sampler", "grid_sampler_2d", "grid_sampler_3d"))

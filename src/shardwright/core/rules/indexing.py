@@ -53,12 +53,11 @@ def stack(op: Op) -> ShardingRule:
 
 @rule_for(*overloads("split_with_sizes", "chunk", "unsafe_chunk", "unsafe_split"))
 @rule_for(*overloads("unsafe_split_with_sizes", "narrow"))
-@rule_for(aten.split.Tensor, aten.split.sizes, aten.split.default)
-@rule_for(aten.tensor_split.sections, aten.tensor_split.indices)
+@rule_for(aten.split.Tensor, aten.split.sizes, aten.split.default, *overloads("tensor_split"))
 def split_rule(op: Op) -> ShardingRule:
     """Split, `b _ -> b _, b _`: all but the split dimension can be sharded."""
     dims = unsharded_at(factor_names(op.inputs[0]), argument(op, "dim"))
-    # `narrow` may get its start as a tensor.
+    # `narrow` may get its start as a tensor, `tensor_split` its sections.
     others = [(None,) * len(value.shape) for value in op.inputs[1:]]
     return sharding_rule(op, (dims, *others), (dims,) * len(op.outputs))
 

@@ -99,16 +99,6 @@ def build_loss_rule(
     )
 
 
-@rule_for(*overloads("cosine_embedding_loss"))
-def cosine_embedding_loss(op: Op) -> ShardingRule:
-    """Cosine embedding loss, `b _, b _, b -> b`: samples can be sharded; features, over which the
-    cosine sums, cannot."""
-    # The targets tell whether there is a batch.
-    rows: Dims = ("b",)[: len(op.inputs[-1].shape)]
-    pairs = tuple((*rows, None) for _ in op.inputs[:2])
-    return build_loss_rule(op, (*pairs, rows), rows, mean_loss_kernel)
-
-
 @rule_for(*overloads("multi_margin_loss", "multilabel_margin_loss"))
 def margin_loss(op: Op) -> ShardingRule:
     """Margin loss over classes, `b _, b -> b`: samples can be sharded; classes cannot, as each

@@ -35,6 +35,7 @@ aten = torch.ops.aten
     ),
     *overloads("arccos", "arcsin", "arctan", "arctan2", "complex", "polar", "conj", "real", "imag"),
     *overloads("_conj", "resolve_conj", "_neg_view", "resolve_neg"),
+    *overloads("fake_quantize_per_tensor_affine"),
     # Gradients in `forward` call these; ATen tags only some operators of a backward pass.
     *overloads("elu_backward", "hardswish_backward", "hardtanh_backward"),
     *overloads("leaky_relu_backward", "softplus_backward"),
@@ -78,6 +79,15 @@ def prelu(op: Op) -> ShardingRule:
     # A single weight is broadcast to all channels.
     channel = dims[1:2] if weight.numel > 1 else (None,) * len(weight.shape)
     return sharding_rule(op, (dims, channel), (dims,))
+
+
+@rule_for(*overloads("fake_quantize_per_channel_affine"))
+def fake_quantize(op: Op) -> ShardingRule:
+    """Rounding to quantized values, `b c s, c, c -> b c s`: scale and zero point have one element
+    per channel."""
+    dims = factor_names(op.output)
+    channel = (dims[argument(op, "axis")],)
+    return sharding_rule(op, (dims, channel, channel), (dims,))
 
 
 @rule_for(*overloads("glu"))

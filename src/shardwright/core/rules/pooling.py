@@ -14,8 +14,10 @@ from shardwright.core.graph.graph import Op
 from shardwright.core.rules.notation import (
     WithArguments,
     call_arguments,
+    factor_names,
     overloads,
     sharding_rule,
+    unsharded_at,
 )
 from shardwright.core.rules.rule import (
     Dims,
@@ -24,6 +26,7 @@ from shardwright.core.rules.rule import (
     ShardingRule,
     rule_for,
 )
+from shardwright.core.rules.statistics import extreme_index_combination
 from shardwright.core.rules.windowed import (
     SPACE,
     InputHalos,
@@ -169,11 +172,16 @@ def _build_divisor_correction(
 def adaptive_pooling_rule(num_spatial: int) -> RuleMaker:
     """Make a builder of rules `b c s t -> b c s t` of adaptive pooling. A dimension can be sharded
     between outputs if each output has equally many rows; an average of all rows is a partial sum of
-    its shards."""
+    its shards, and the maximum of an image is that of the maxima of its shards."""
 
     def rule(op: Op) -> ShardingRule:
         image, outputs = (shape[-num_spatial:] for shape in (op.inputs[0].shape, op.output.shape))
         is_average = "avg" in op.short_name
+        if not is_average and prod(outputs) == 1:
+            dims = factor_names(op.inputs[0])
+            space = tuple(range(len(dims) - num_spatial, len(dims)))
+            maxima = extreme_index_combination(largest=True, with_value=True)
+            return maxima.rule(op, (dims,), (unsharded_at(dims, *space),) * 2, space)
         leading = _leading_factors(op, num_spatial)
         factors = list(zip(SPACE, image, outputs, strict=False))
         averaged = tuple(factor for factor, _, count in factors if is_average and count == 1)

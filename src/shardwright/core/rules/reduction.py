@@ -76,7 +76,7 @@ def combined_reduction(op: Op) -> ShardingRule:
     return combination.rule(op, (dims,), outputs, _normalize_reduced_dims(op))
 
 
-@rule_for(*overloads("nanmean", "median", "nanmedian", "mode", "kthvalue"))
+@rule_for(*overloads("median", "nanmedian", "mode", "kthvalue"))
 def reduction_rule(op: Op) -> ShardingRule:
     """Order statistic, `b _ -> b`: reduced dimensions cannot be sharded."""
     return _build_unsharded_reduction_rule(op, factor_names(op.inputs[0]))
@@ -124,18 +124,9 @@ def renorm(op: Op) -> ShardingRule:
     return sharding_rule(op, (dims,), (dims,))
 
 
-@rule_for(*overloads("msort"))
-def sort_rows(op: Op) -> ShardingRule:
-    """Sort along the first dimension, `_ s -> _ s`: the first dimension, which is sorted, cannot be
-    sharded."""
-    dims = unsharded_at(factor_names(op.output), 0)
-    return sharding_rule(op, (dims,), (dims,))
-
-
-@rule_for(*overloads("diff", "linalg_cross"))
-def diff_rule(op: Op) -> ShardingRule:
-    """Difference or cross product, `b _ -> b _`: elements are combined along one dimension, which
-    cannot be sharded."""
+@rule_for(*overloads("linalg_cross"))
+def cross_product(op: Op) -> ShardingRule:
+    """Cross product, `b _, b _ -> b _`: the dimension of vectors cannot be sharded."""
     dims = unsharded_at(factor_names(op.output), argument(op, "dim"))
     return sharding_rule(op, aligned_to_output(op, dims), (dims,))
 

@@ -35,6 +35,18 @@ def overload_name(overload: OpOverload) -> str:
     return overload._overloadname
 
 
+def is_composite(overload: OpOverload) -> bool:
+    """Whether an operator returns new tensors that other operators compute on all devices, so that
+    autograd needs no formula for its gradient."""
+    name = overload.name()  # type: ignore[no-untyped-call]
+    key = DispatchKey.CompositeImplicitAutograd
+    schema = schema_of(overload)
+    # `item` is composite too, and returns a number.
+    returns_tensors = all("Tensor" in str(each.type) for each in schema.returns)
+    is_new = returns_tensors and not schema.is_mutable
+    return is_new and torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
+
+
 def call_composite(overload: OpOverload, *args: Any, **kwargs: Any) -> Any:
     """Run the composite kernel of an operator, which calls other operators.
 
