@@ -342,3 +342,18 @@ def test_an_error_of_the_model_itself_is_said_to_be_its_own(
 
     with pytest.raises(CaptureError, match=rf"the model itself raises an error .*{raised}.*\npass"):
         capture(Classifier(8, 5), arguments)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [AttributeError("no 'start'"), KeyError("start"), AssertionError("start"), Exception("start")],
+)
+def test_an_error_of_any_class_is_said_to_be_the_models_own(error: Exception) -> None:
+    class Failing(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            if x.ndim == 2:
+                raise error
+            return super().forward(x)
+
+    with pytest.raises(CaptureError, match=f"the model itself raises .*{type(error).__name__}"):
+        capture(Failing(8, 5), (torch.ones(2, 8),))

@@ -105,10 +105,14 @@ def explain_export(error: Exception, hint: str, raises_alone: Callable[[], bool]
             f" unknown during capture: {first}\nuse operators whose shapes do not depend on values,"
             " such as `torch.linalg.pinv(a) @ b` instead of `torch.linalg.lstsq(a, b)`"
         )
-    of_arguments = isinstance(error, RuntimeError | ValueError | TypeError | IndexError)
-    # Asked last, because it runs the model once more. Fake tensors have no data pointer, so that
-    # error is one of the trace.
-    if of_arguments and "data pointer" not in message and raises_alone():
+    # Fake tensors have no data pointer, and no implementation of some operators.
+    of_trace = (
+        type(error).__module__.startswith("torch.")
+        or isinstance(error, NotImplementedError)
+        or "data pointer" in message
+    )
+    # Asked last, because it runs the model once more.
+    if not of_trace and raises_alone():
         # An operator called by a module of torch may have no line in the user's code.
         where = "" if line == NO_LINE else f"{line}: "
         return f"{where}{OWN_ERROR}: {type(error).__name__}: {first}{ACCEPTED}"
