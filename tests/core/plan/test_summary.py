@@ -131,3 +131,11 @@ def test_a_plan_of_no_operators_has_an_answer_all_the_same() -> None:
     assert plan.operators == ()
     assert str(plan).startswith("Plan for 1 device")
     assert plan.choices == ()
+
+
+def test_what_all_rows_share_is_said_once() -> None:
+    net = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 4))
+    text = sw.plan(net, (torch.randn(8, 16),), devices=1).text()
+    assert text.count("all replicated") == 1
+    assert "nothing else" not in text
+    assert ", and" not in text
