@@ -42,7 +42,13 @@ class Net(nn.Module):
         return (result if isinstance(result, Tensor) else y).square().mean()
 
 
-def refused(then: Callable[[Any, Tensor], Any], what: str, **attributes: Any) -> None:
+def refused(
+    then: Callable[[Any, Tensor], Any],
+    what: str,
+    *,
+    advances: bool = False,
+    **attributes: Any,
+) -> None:
     """Asserts that the change is refused inside of another module, by its name."""
     net = nn.Sequential(Net(then, **attributes))
     with pytest.raises(sw.CaptureError) as caught:
@@ -51,7 +57,8 @@ def refused(then: Callable[[Any, Tensor], Any], what: str, **attributes: Any) ->
     assert f"`forward` changes the {what}" in message, message
     # A third line names a `sw.local_map` if the model can be captured with it.
     assert message.count("\n") == 1 + ("sw.local_map" in message)
-    assert "`register_buffer`" in message and "training loop" in message
+    buffers = "`register_buffer`" in message and "training loop" in message
+    assert "items[self.step % len(items)]" in message if advances else buffers
 
 
 def accepted(then: Callable[[Any, Tensor], Any], **attributes: Any) -> None:
@@ -128,8 +135,10 @@ REFUSED = ("[array]", "[bytes]", "[count]")
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_replayed_is_refused_by_name(name: str) -> None:
     make, change = OF_ATTRIBUTES[name]
-    refused(lambda net, y: change(net.state, y), "attribute '0.state", state=make())
-    if name != "[count]":
+    advances = name == "[count]"
+    what = "attribute '0.state"
+    refused(lambda net, y: change(net.state, y), what, advances=advances, state=make())
+    if not advances:
         state = make()
         refused(lambda net, y: change(state, y), "variable ")
 
@@ -301,8 +310,12 @@ def test_what_is_left_of_python_state_is_refused_by_name() -> None:
 
 
 def test_a_position_is_not_moved() -> None:
-    for each in (itertools.count(), iter([1, 2, 3]), enumerate("abc")):
-        refused(lambda net, y, each=each: y * len([next(each)]), "default value of 'each")
+    for each in (itertools.count(), iter([1, 2, 3]), enumerate("abc"), itertools.cycle("ab")):
+        refused(
+            lambda net, y, each=each: y * len([next(each)]),
+            "default value of 'each' ",
+            advances=True,
+        )
 
 
 def test_a_hook_that_forward_leaves_is_refused_and_one_that_it_removes_is_not() -> None:

@@ -303,20 +303,28 @@ def data_that_cannot_share_memory_is_refused() -> None:
         loss.backward()
 
 
+def change_in_place(mean: nn.Parameter, parameter: nn.Parameter) -> None:
+    mean.mul_(0.5).add_(parameter, alpha=0.5)
+
+
+def assign_data(mean: nn.Parameter, parameter: nn.Parameter) -> None:
+    mean.data = mean.data * 0.5 + parameter.data * 0.5
+
+
 def an_average_of_the_users_own_follows() -> None:
-    net, eager = planned(**PLANS["HSDP"]), model()
-    averages = []
-    for trained in (net, eager):
-        average = deepcopy(model())
-        optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
-        for _ in range(STEPS):
-            train(trained, optimizer, steps=1)
-            with torch.no_grad():
-                for mean, parameter in zip(average.parameters(), trained.parameters(), strict=True):
-                    mean.mul_(0.5).add_(parameter, alpha=0.5)
-        averages.append(full(average))
-    for got, wanted in zip(*averages, strict=True):
-        torch.testing.assert_close(got, wanted)
+    for change in (change_in_place, assign_data):
+        averages = []
+        for trained in (planned(**PLANS["HSDP"]), model()):
+            average = deepcopy(model())
+            optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
+            for _ in range(STEPS):
+                train(trained, optimizer, steps=1)
+                with torch.no_grad():
+                    for pair in zip(average.parameters(), trained.parameters(), strict=True):
+                        change(*pair)
+            averages.append(full(average))
+        for got, wanted in zip(*averages, strict=True):
+            torch.testing.assert_close(got, wanted)
 
 
 class Normalized(nn.Sequential):

@@ -48,7 +48,9 @@ def convert_float64_errors(micro_batches: int) -> Iterator[None]:
         if micro_batches > 1:
             call_note = f", called with one of {micro_batches} micro-batches ({SPLIT_NOTE})"
         raise PlanError(
-            f"`sw.check` runs the module in float64{call_note}, which failed: {where}{error}\n"
-            "use operators with a float64 kernel, and do not cache tensors of other dtypes; or "
-            "train without `sw.check`"
+            f"`sw.check` compares in float64, in which this module does not run{call_note}:"
+            f" {where}{error}\n"
+            "this says nothing about the plan: compare the losses of some steps on ranks with those"
+            " of one device instead. For `sw.check`, use operators with a float64 kernel, and"
+            " neither cache tensors of other dtypes nor require one"
         ) from error

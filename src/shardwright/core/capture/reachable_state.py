@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from shardwright.core.capture.global_variables import is_library, names_in
 from shardwright.core.capture.state_contents import (
+    ADVANCING,
     ATOMS,
     CONTENT_TYPES,
     MISSING,
@@ -97,11 +98,13 @@ class Change(NamedTuple):
         location: location of the changed object.
         value: the current object.
         adds: whether the earlier value was missing or None, for example a new cache entry.
+        advances: whether the changed object is an iterator or a generator.
     """
 
     location: StateLocation
     value: Any
     adds: bool
+    advances: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,7 +181,7 @@ class ReachableState:
                         location = location.inside(key, isinstance(holder.value, _INDEXED))
                     # By identity: an array compares its elements.
                     added = (old is None or old is MISSING) and new is not MISSING
-                    yield Change(location, new, added)
+                    yield Change(location, new, added, isinstance(holder.value, ADVANCING))
 
     def mutable_containers(self) -> Iterator[tuple[Any, tuple[str, ...] | None]]:
         """Yield (container, None) for recorded closure cells and containers, and (namespace, names)

@@ -76,6 +76,8 @@ _RANDOM = (random.Random, np.random.RandomState, np.random.Generator)
 _COUNTED = (itertools.count, itertools.cycle, itertools.chain, itertools.islice, enumerate, map)
 _EMPTY: tuple[Iterable[Any], ...] = ([], (), {}, set(), "", range(0))
 _ITERATORS = (*_COUNTED, filter, zip, *(type(iter(empty)) for empty in _EMPTY))
+ADVANCING: tuple[Any, ...] = (*_ITERATORS, GeneratorType)
+"""Types whose contents are a position."""
 _MAX_DEPTH = 4
 
 

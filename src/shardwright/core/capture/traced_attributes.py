@@ -42,6 +42,10 @@ _REMEDY = (
     "change it in the training loop. If it is a cache that depends on shapes alone, such as a mask,"
     " call the model with the longest input before `plan`"
 )
+_REMEDY_OF_ITERATORS = (
+    "store a number in place of the iterator: `self.step += 1` for a count, and"
+    " `items[self.step % len(items)]` for a cycle"
+)
 
 
 class _SecondTraceEndedError(Exception):
@@ -340,9 +344,13 @@ class TracedAttributes:
             raise located(self._iterate_forward_codes, word, change_message(changed))
 
     def _make_state_change_error(self, change: Change) -> CaptureError:
-        return located(
-            self._iterate_forward_codes, change.location.path, _format_change(f"{change.location}")
-        )
+        # The inner iterator of a cycle has a path such as `turns[1][0]`.
+        location = change.location
+        if change.advances:
+            location = StateLocation(location.description, location.path.partition("[")[0])
+        remedy = _REMEDY_OF_ITERATORS if change.advances else _REMEDY
+        message = _format_change(f"{location}", remedy)
+        return located(self._iterate_forward_codes, location.path, message)
 
     def _make_variable_change_error(self, path: str, name: str) -> CaptureError:
         if path.startswith(GLOBALS):
@@ -369,10 +377,10 @@ class TracedAttributes:
         return any(name in named for named in tensors)
 
 
-def _format_change(what: str) -> str:
+def _format_change(what: str, remedy: str = _REMEDY) -> str:
     return (
         f"`forward` changes the {what} for the next call, and a captured model would not: its "
-        f"Python runs once, on the rank that captures\n{_REMEDY}"
+        f"Python runs once, on the rank that captures\n{remedy}"
     )
 
 

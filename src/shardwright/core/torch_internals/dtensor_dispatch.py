@@ -8,7 +8,7 @@ from functools import partial, partialmethod, wraps
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
@@ -169,7 +169,11 @@ def handle_unsupported_operators(fallback: Fallback) -> None:
 
 def handle_assigned_data(assign: Callable[[DTensor, Any], None]) -> None:
     """Call `assign(tensor, value)` for `tensor.data = value` of DTensors; PyTorch would change the
-    wrapper only, and not the local tensor. The change is permanent for the process."""
+    wrapper only, and not the local tensor. The change is permanent for the process.
+
+    An ordinary parameter gets the full tensor of a DTensor; PyTorch would end the process by a
+    segmentation fault at its next use.
+    """
     data: Any = Tensor.data
 
     def set_or_assign(tensor: DTensor, value: Any) -> None:
@@ -182,7 +186,12 @@ def handle_assigned_data(assign: Callable[[DTensor, Any], None]) -> None:
         else:
             assign(tensor, value)
 
+    def set_full(parameter: nn.Parameter, value: Any) -> None:
+        is_gathered = isinstance(value, DTensor) and not is_compiling()
+        data.__set__(parameter, value.full_tensor() if is_gathered else value)
+
     setattr(DTensor, "data", property(data.__get__, set_or_assign))  # noqa: B010
+    setattr(nn.Parameter, "data", property(data.__get__, set_full))  # noqa: B010
 
 
 def refuse_methods(names: Collection[str], error: Callable[[str], Exception]) -> None:
