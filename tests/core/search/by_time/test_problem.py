@@ -68,3 +68,13 @@ def test_the_first_and_the_last_block_are_decided_by_themselves() -> None:
     assert decided_by[last : last + run.period] == list(range(last, last + run.period))
     middle = run.start + run.period
     assert decided_by[middle + run.period] == decided_by[middle] == middle
+
+
+def test_blocks_that_read_two_masks_in_turn_repeat_in_pairs() -> None:
+    builder = GraphBuilder()
+    x, masks = builder.input("x", 8, 16), [builder.input(name, 8, 16) for name in ("near", "all")]
+    for number in range(12):
+        masked = builder.op(f"{number}.mul", aten.mul.Tensor, x, masks[number % 2])
+        x = builder.op(f"{number}.add", aten.add.Tensor, x, masked)
+    (run,) = found(builder.build())
+    assert (run.period, run.blocks) in ((4, 6), (4, 5))

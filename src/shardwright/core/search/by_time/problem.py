@@ -360,36 +360,48 @@ def block_runs(indexed: IndexedGraph, op_keys: Sequence[Hashable]) -> list[Block
 def _find_longest_repeated_run(
     indexed: IndexedGraph, keys: np.ndarray[tuple[int], np.dtype[np.int64]], start: int, stop: int
 ) -> BlockRun | None:
-    """Return the longest run of equal blocks among operators `start` to `stop - 1`, or None.
+    """Return the run of equal blocks among operators `start` to `stop - 1` with the most operators
+    that share a variable, or None.
 
-    Ties go to the shortest period, then to the first run.
+    Ties go to the shortest period.
     """
-    best_start, length = (0, 0), 0
     segment_keys = keys[start:stop]
+    # (Upper bound on the shared operators, period, first operator, length) of each period.
+    candidates: list[tuple[int, int, int, int]] = []
     # A longer period would leave no room for `MIN_BLOCKS` blocks.
     for period in range(1, (stop - start) // MIN_BLOCKS + 1):
-        # A longer period has fewer operators to compare, and so no longer run.
-        if length >= stop - start - period:
-            break
         equal = segment_keys[period:] == segment_keys[:-period]
-        first_op, size = _find_longest_true_run(equal)
-        if size > length:
-            best_start, length = (start + first_op, period), size
-    # Of n equal blocks, n - 1 periods of operators equal those one period later.
-    if not length or length < (MIN_BLOCKS - 1) * best_start[1]:
-        return None
-    first_op, period = best_start
-    # Equal operators may be connected differently, so inputs are compared only now: in Python, for
-    # the operators of one run.
-    reads_equal = np.array(
-        [
-            _reads_corresponding_inputs(indexed, op, period)
-            for op in range(first_op, first_op + length)
-        ]
-    )
-    offset, size = _find_longest_true_run(reads_equal)
-    blocks = size // period + 1
-    return BlockRun(first_op + offset, period, blocks) if blocks >= MIN_BLOCKS else None
+        first_op, length = _find_longest_true_run(equal)
+        # Of n equal blocks, n - 1 periods of operators equal those one period later.
+        if length >= (MIN_BLOCKS - 1) * period:
+            candidates.append((_num_shared(length, period), period, start + first_op, length))
+    candidates.sort(key=lambda candidate: (-candidate[0], candidate[1]))
+    best, most_shared = None, 0
+    for bound, period, first_op, length in candidates:
+        if bound <= most_shared:
+            break
+        # Equal operators may be connected differently, as where layers with a mask of a window
+        # alternate with others. So inputs are compared too: in Python, for the operators of a run.
+        reads_equal = np.array(
+            [
+                _reads_corresponding_inputs(indexed, op, period)
+                for op in range(first_op, first_op + length)
+            ]
+        )
+        offset, size = _find_longest_true_run(reads_equal)
+        if _num_shared(size, period) > most_shared:
+            most_shared = _num_shared(size, period)
+            best = BlockRun(first_op + offset, period, size // period + 1)
+    return best
+
+
+def _num_shared(length: int, period: int) -> int:
+    """Return the number of operators of a run that get the variable of another block.
+
+    Args:
+        length: number of operators that equal the operator one period later.
+    """
+    return max(0, length // period + 1 - (MIN_BLOCKS - 1)) * period
 
 
 def _find_longest_true_run(flags: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> tuple[int, int]:
