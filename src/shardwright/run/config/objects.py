@@ -319,7 +319,7 @@ def _choose_fused_kernel_option(
     """Return the option `fused=True` if all parameters' devices have a fused optimizer kernel.
 
     PyTorch's default AdamW reads and writes memory three times as often, and takes 2.8 times as
-    long on an H100 (docs/gpu.md).
+    long on an H100 (docs/versions.md).
     """
     kernel = f"aten::_fused_{constructor.__name__.lower()}_"
     # The CPU is added so that a rank whose stage has no parameters decides like the others.
