@@ -71,3 +71,31 @@ def test_gathers_are_planned_for_what_the_backward_pass_reads(make: type[nn.Modu
     torch.manual_seed(0)
     model, x = make(), (torch.randn(8, 4, 16),)
     assert sw.check(model, x, None, sw.plan(model, x, devices=2, **PLAN)).passes()
+
+
+class Adapted(nn.Module):
+    """A frozen weight with a trained difference, as in LoRA, in a part that is recomputed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.adapted, self.head = nn.Linear(8, 8), nn.Linear(8, 4)
+        self.adapted.weight.requires_grad_(False)
+        nn.utils.parametrize.register_parametrization(self.adapted, "weight", Difference())
+        sw.recompute(self.adapted)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.adapted(x).relu()).square().mean()  # type: ignore[no-any-return]
+
+
+class Difference(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.difference = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + self.difference
+
+
+def test_frozen_parameters_of_a_recomputed_part_count_as_gathered_twice() -> None:
+    model, x = Adapted(), (torch.randn(8, 8),)
+    assert sw.check(model, x, None, sw.plan(model, x, devices=2, **PLAN)).passes()

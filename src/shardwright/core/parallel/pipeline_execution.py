@@ -22,7 +22,6 @@ from shardwright.core.partition.partitioned import Partitioned
 from shardwright.core.partition.pipeline_spec import PipelineSpec
 from shardwright.core.runtime.clip_grad import clip_grad_norm_
 from shardwright.core.runtime.dtensor import stored_shards
-from shardwright.core.runtime.micro_batches import SampleDims
 from shardwright.core.runtime.total_norms import StageParameters, stage_models
 from shardwright.core.torch_internals.modules import state_names
 from shardwright.errors import PlanError
@@ -132,6 +131,14 @@ class PipelineExecution(Execution):
 
     def _make_module_state_key(self) -> tuple[Hashable, Hashable, Hashable]:
         state = super()._make_module_state_key()
+        # Before ranks compare calls: a rank sees only the parameters of its stage.
+        for name, parameter, trained, *_ in self._parameters_as_planned.all:
+            if parameter.requires_grad is not trained:
+                raise PlanError(
+                    f"`requires_grad` of {name!r} has changed since the model was planned in"
+                    " pipeline stages\nrestore it, and leave the parameter out of the optimizer, or"
+                    " set its `grad` to None before the step, while it is frozen"
+                )
         if self._state.changed_buffers:
             raise PlanError(
                 f"buffer {self._state.changed_buffers[0]!r} has changed since the model was "
@@ -163,22 +170,6 @@ class PipelineExecution(Execution):
             " it there\nplan with one stage, or plan with a call that reads all parameters in the"
             " stages in which later calls read them"
         )
-
-    def _capture_specialization(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        micro_batches: int = 1,
-        batch_dims: SampleDims = (),
-    ) -> Partitioned:
-        for name, parameter, trained, *_ in self._parameters_as_planned.all:
-            if parameter.requires_grad is not trained:
-                # Ranks see only the parameters of their stage, and would capture different graphs.
-                raise PlanError(
-                    f"`requires_grad` of {name!r} has changed since the model was planned in"
-                    " pipeline stages\nplan and parallelize the model again"
-                )
-        return super()._capture_specialization(args, kwargs, micro_batches, batch_dims)
 
     def _adapt_pipeline_to_graph(self, graph: Graph) -> PipelineSpec:
         pipeline = self.partitioned.pipeline

@@ -213,7 +213,12 @@ def buckets(
         sum(map(_count_gathered_bytes, uses.values())) // MIN_BUCKETS, SMALL_BUCKET_BYTES
     )
     groups = _group_uses_into_buckets(uses.values(), mean_bytes, decisions.bucket_bytes)
-    return _make_buckets(groups, stored_layouts, level)
+    recomputed = frozenset(
+        decisions.recompute[op.name].segment
+        for op in graph.ops
+        if op.name in decisions.recompute and any(v.requires_grad for v in op.outputs)
+    )
+    return _make_buckets(groups, stored_layouts, level, recomputed)
 
 
 @dataclass
@@ -300,6 +305,7 @@ def _make_buckets(
     groups: Iterable[Sequence[_BucketedParameterUse]],
     stored_layouts: Mapping[Value, TensorLayout],
     level: str,
+    recomputed_segments: frozenset[str],
 ) -> tuple[Bucket, ...]:
     num_uses: dict[Value, int] = {}
 
@@ -314,13 +320,13 @@ def _make_buckets(
         segment = group[0].segment if gathers else None
         # The same for all members, as it is part of `bucket_key`.
         trained = group[0].trained
-        # Without gradients no backward pass reads the parameters.
-        regathers = level == "level3" and gathers and trained
-        # Recomputing a segment gathers its parameters. Outside of segments they are gathered again
-        # only if the backward pass reads a parameter of the bucket.
-        regathers = regathers and (
-            segment is not None or any(use.is_read_in_backward for use in group)
-        )
+        # Recomputing a segment gathers all its parameters, frozen ones too. Outside of segments,
+        # they are gathered again only if they are trained and the backward pass reads one of them.
+        if segment is not None:
+            is_read = segment in recomputed_segments
+        else:
+            is_read = trained and any(use.is_read_in_backward for use in group)
+        regathers = level == "level3" and gathers and is_read
         result.append(Bucket(number, tuple(map(member, group)), level, segment, regathers, trained))
     return tuple(result)
 
