@@ -15,6 +15,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 import shardwright as sw
 from shardwright.core.capture.annotations import module_tags
 from shardwright.core.capture.local_trace import example_entries
+from shardwright.core.capture.way_out import _notation_for_module
 
 
 class Branching(nn.Module):
@@ -189,4 +190,6 @@ def test_an_error_of_the_model_itself_names_no_local_map() -> None:
 
 def test_sizes_that_depend_on_values_are_no_batch() -> None:
     with FakeTensorMode(shape_env=ShapeEnv()):
-        assert example_entries([torch.ones(4).nonzero(), torch.ones(3, 2)]) == "_ _, b _"
+        rows = torch.ones(4).nonzero()
+        assert example_entries([rows, torch.ones(3, 2)]) == "_ _, b _"
+        assert _notation_for_module([torch.ones(4, 2)], rows) == "_ _ -> _ 1"

@@ -244,7 +244,7 @@ def _notation_for_module(tensors: list[Tensor], result: Tensor | None) -> str:
     """
     entries, batch = example_entries(tensors), "b"
     if not _have_samples(entries) or (
-        result is not None and result.shape[:1] != tensors[0].shape[:1]
+        result is not None and _get_first_size(result) != _get_first_size(tensors[0])
     ):
         entries, batch = entries.replace("b", "_"), "_"
     if tensors and result is not None:
@@ -258,6 +258,12 @@ def _notation_for_module(tensors: list[Tensor], result: Tensor | None) -> str:
     first = " ".join(("b" if batch == "b" else "_b", *names)) if rank else "()"
     _, comma, others = entries.partition(",")
     return f"{first}{comma}{others} -> {first}"
+
+
+def _get_first_size(tensor: Tensor) -> list[int | None]:
+    """Return the size of the first dimension, if there is one; None if it depends on values."""
+    # A symbol for a size that depends on values cannot be compared.
+    return [size if isinstance(size, int) else None for size in tensor.shape[:1]]
 
 
 def _have_samples(entries: str) -> bool:

@@ -27,6 +27,7 @@ from shardwright.core.rules import (  # noqa: F401
     interpolation,
     local_map,
     loss,
+    masked_scatter,
     normalization,
     pointwise,
     pooling,
