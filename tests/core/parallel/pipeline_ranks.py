@@ -401,6 +401,7 @@ def check_what_is_refused() -> None:
     for call, message in (
         (lambda: parallel(*batch()), "train it with `net.train_step"),
         (lambda: parallel.train_step(batch()[0]), "missing a required argument"),
+        (lambda: dict(zip(net.parameters(), parallel.parameters(), strict=True)), "pairs the"),
         (lambda: parallel.requires_grad_(False).train_step(*batch()), "`requires_grad` of "),
         (
             lambda: sw.parallelize(net, sw.plan(net, batch(), devices=2), copy=True),

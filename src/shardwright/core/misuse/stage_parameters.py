@@ -1,15 +1,19 @@
-"""Optimizers of pipeline stages: without parameters, or with a step or state dict of one stage."""
+"""Parameters of one pipeline stage: in optimizers, their state dicts, and `zip`."""
 
 from __future__ import annotations
 
+import gc
 import logging
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache, wraps
+from inspect import getgeneratorlocals, isgenerator
 from itertools import chain
+from types import CodeType, FrameType
 from typing import Any
 from weakref import WeakSet
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -130,3 +134,57 @@ def _check_updates_are_independent(optimizer: Optimizer) -> None:
             "take norms by `torch.nn.utils.get_total_norm`, which includes all stages, use another"
             " optimizer, or plan without pipeline stages"
         )
+
+
+_Named = Callable[..., Iterator[tuple[str, nn.Parameter]]]
+
+
+def refuse_pairs_with_full_models(named_parameters: _Named) -> _Named:
+    """Return a `named_parameters` of a stage that raises an error where `zip` pairs the parameters
+    with those of a model that is not in pipeline stages, such as a teacher.
+
+    A stage has fewer parameters, so `zip` would pair each with that of another name.
+    """
+
+    @wraps(named_parameters)
+    def checked(module: nn.Module, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        _check_pairs(module, sys._getframe())
+        yield from named_parameters(module, *args, **kwargs)
+
+    return checked
+
+
+_CHECKED_LINES = set[tuple[CodeType, int]]()
+"""Lines of the user that pair parameters as they may; to search for `zip`s takes 0.1 s."""
+
+
+def _check_pairs(module: nn.Module, frame: FrameType) -> None:
+    # `parameters()` is a generator around this one; a comprehension has a frame of its own.
+    callers = [each for each in _iterate_frames(frame, 4) if "zip" in each.f_code.co_names]
+    lines = {(each.f_code, each.f_lineno) for each in callers}
+    if lines <= _CHECKED_LINES:
+        return
+    frames = list(_iterate_frames(frame, 2))
+    for pairs in gc.get_objects():
+        if type(pairs) is not zip:
+            continue
+        iterators = [i for held in gc.get_referents(pairs) if type(held) is tuple for i in held]
+        generators = [each for each in iterators if isgenerator(each)]
+        if not any(each.gi_frame in frames for each in generators):
+            continue
+        for owner in (getgeneratorlocals(each).get("self") for each in generators):
+            if isinstance(owner, nn.Module) and owner not in stage_models():
+                raise PlanError(
+                    f"`zip`{user_line()} pairs the parameters of a planned"
+                    f" {type(module).__name__} with those of a {type(owner).__name__} without"
+                    " stages, but with pipeline stages a rank has only the parameters of its own"
+                    " stage\ncopy the planned model (`copy.deepcopy(net)`), whose parameters are in"
+                    " the same stages, or pair them inside `with sw.whole(net):`"
+                )
+    _CHECKED_LINES.update(lines)
+
+
+def _iterate_frames(frame: FrameType | None, count: int) -> Iterator[FrameType]:
+    while frame is not None and count:
+        yield frame
+        frame, count = frame.f_back, count - 1

@@ -22,6 +22,7 @@ from shardwright.core.lower.program import Program
 from shardwright.core.misuse.calls_of_parts import explain_calls_of_parts
 from shardwright.core.misuse.gathered_copies import refuse_lost_writes
 from shardwright.core.misuse.partial_state import refuse_to_save_shards
+from shardwright.core.misuse.stage_parameters import refuse_pairs_with_full_models
 from shardwright.core.misuse.unsupported_operators import compute_unsupported_operators
 from shardwright.core.parallel.execution import Execution
 from shardwright.core.parallel.pipeline_execution import PipelineExecution
@@ -249,7 +250,8 @@ def parallel_module(
             COMPILE_REMEDY,
         )
     # Not by assignment, which a `__setattr__` of the model may intercept.
-    parallel_class = _derive_planned_class(stored, user_forward)
+    is_staged = partitioned.pipeline.stages > 1
+    parallel_class = _derive_planned_class(stored, user_forward, is_staged)
     execution.class_names = frozenset(vars(parallel_class))
     object.__setattr__(stored, "__class__", parallel_class)
     assert isinstance(stored, ParallelModule)
@@ -260,9 +262,9 @@ def parallel_module(
 
 
 def _derive_planned_class(
-    module: nn.Module, user_forward: Callable[..., Any]
+    module: nn.Module, user_forward: Callable[..., Any], is_staged: bool
 ) -> type[ParallelModule]:
-    """Derive the class of a planned model from the user's class.
+    """Derive the class of a planned model, with or without pipeline stages, from the user's class.
 
     The derived class has the name of the user's class, by which libraries look up models, and the
     signature of the user's `forward`, by which transformers' `Trainer` selects the columns of a
@@ -294,6 +296,8 @@ def _derive_planned_class(
     for name in DECODERS:
         if callable(getattr(user_class, name, None)):
             calls[name] = _wrap_decoder_errors(name, getattr(user_class, name))
+    if is_staged:
+        calls["named_parameters"] = refuse_pairs_with_full_models(user_class.named_parameters)
     # The user's class last: `whole` and `__deepcopy__` find it as `__bases__[-1]`.
     return type(user_class.__name__, (ParallelModule, user_class), {**names, **calls})
 
