@@ -58,8 +58,8 @@ def test_written_clusters_read_back_equal(tiny: Cluster) -> None:
 def test_built_in_clusters_join_eight_devices_a_node(name: str) -> None:
     cluster = load_cluster(name)
     assert cluster.name == name
-    # GB200 NVL72 joins 64 devices by NVLink, and CloudMatrix384 768 dies by its bus.
-    in_node = {"gb200": 6, "ascend910c": 6}.get(name, 3)
+    # NVL72 racks join 64 devices by NVLink, and CloudMatrix384 768 dies by its bus.
+    in_node = 6 if name in ("gb200", "gb300", "ascend910c") else 3
     outside = [((1, 2),)] * (6 - in_node)
     assert cluster.link_levels_of_axes(prime_mesh(64)) == (*outside, *[((0, 2),)] * in_node)
 

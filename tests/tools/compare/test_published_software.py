@@ -26,11 +26,14 @@ def cluster(**changes: Any) -> Cluster:
     [
         ({}, "h100"),
         ({"source": "github.com/NVIDIA/dgxc-benchmarking (NeMo 24.12, BF16)"}, "h100_nemo"),
-        ({"framework": "torchtitan", "source": "a page on NeMo"}, "h100_compiled"),
+        ({"framework": "torchtitan", "source": "a page on NeMo"}, "h100_torchtitan"),
         ({"source": "https://github.com/pytorch/torchtitan table 1"}, "h100_grand_teton"),
         ({"source": "arXiv:2205.05198 table 5", "hardware": "a100"}, "a100_megatron"),
         ({"source": "arXiv:2104.04473 table 2 ZeRO-3 175B", "hardware": "a100"}, "a100_zero3"),
-        ({"framework": "Megatron-LM 0.8"}, "h100_nemo"),
+        ({"framework": "Megatron-LM 0.8"}, "h100_megatron_core"),
+        ({"source": "https://github.com/NVIDIA/Megatron-LM README.md"}, "h100_nemo"),
+        ({"framework": "MindSpeed-LLM", "hardware": "ascend910b"}, "ascend910b_mindspeed"),
+        ({"source": "foundation-model-stack/fms-fsdp README.md"}, "h100_compiled"),
         ({"source": "a page of BigScience", "hardware": "a100"}, "a100_omni_path_bf16"),
         (
             {"source": "a page of BigScience", "hardware": "a100", "dtype": "fp16"},
@@ -67,6 +70,18 @@ def test_a_kernel_changes_its_own_figures() -> None:
     assert first.rate(BF16, (2048,), True) < second.rate(BF16, (2048,), True)
     assert (second.norm_traffic, fused.norm_traffic) == (COMPOSED_NORMS, 1)
     assert fused == load_cluster("a100").device
+
+
+def test_an_eager_run_of_a_framework_that_compiles_has_separate_operators() -> None:
+    eager, compiled = (cluster(framework=name) for name in ("torchtitan, eager", "torchtitan"))
+    assert compiled.device.pointwise_traffic < eager.device.pointwise_traffic == 1
+    assert eager.device.norm_traffic == COMPOSED_NORMS and eager.levels == compiled.levels
+
+
+def test_biases_and_clamps_of_experts_of_gpt_oss_move_more_bytes() -> None:
+    biased, plain = (cluster(model=name, framework="NeMo").device for name in ("gpt-oss-20b", "m"))
+    assert biased.routing_traffic > 2 * plain.routing_traffic
+    assert biased.pointwise_traffic == plain.pointwise_traffic
 
 
 def test_unknown_hardware_is_refused_with_the_row() -> None:

@@ -246,6 +246,11 @@ class PublishedRun(BaseModel, strict=True, frozen=True):
         )
 
     @property
+    def has_expert_biases(self) -> bool:
+        """Whether experts have biases and clamped inner activations, as those of GPT-OSS have."""
+        return "gpt-oss" in self.model.lower().replace("_", "-")
+
+    @property
     def schedule_name(self) -> str:
         """Name of the pipeline schedule."""
         return self.schedule or ("1f1b" if self.chunks == 1 else "interleaved_1f1b")

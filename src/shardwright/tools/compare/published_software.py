@@ -66,6 +66,17 @@ parallel cross entropy overwrites one float32 copy of the logits with the softma
 (megatron/core/tensor_parallel/cross_entropy.py); their gradient is in bfloat16. Sent outputs are
 freed (`deallocate_output_tensor`, megatron/core/pipeline_parallel/schedules.py)."""
 
+MEGATRON_LM = replace(MEGATRON_CORE, gradient_bytes=4, logit_bytes=10)
+"""Memory settings of Megatron-LM and MindSpeed-LLM by default.
+
+Gradients of models in bfloat16 are in float32 (`accumulate_allreduce_grads_in_fp32` in
+megatron/training/arguments.py). The cross entropy without fusion has two float32 copies beside the
+logits in bfloat16."""
+
+INTERN_EVO = Software(gradient_bytes=2, fuses_activations=True)
+"""Memory settings of InternEvo: gradients in the dtype of computation
+(internlm/solver/optimizer/hybrid_zero_optim.py)."""
+
 NEMOTRON_340B = replace(MEGATRON_CORE, master_bytes=0, moment_bytes=2)
 """Memory settings of NeMo 1 for Nemotron-4 340B: Apex keeps Adam's state in bfloat16
 (`optim.dtype: bf16` in nemotron/nemotron4-340b-synth.yaml of NVIDIA/dgxc-benchmarking)."""
@@ -104,6 +115,11 @@ SOFTWARE: Mapping[str, Software] = {
     "nemo": MEGATRON_CORE,
     "bigscience": MEGATRON_DEEPSPEED,
     "megatron-deepspeed": MEGATRON_DEEPSPEED,
+    "megatron-lm": MEGATRON_LM,
+    "2205.05198": MEGATRON_LM,
+    "mindspeed": MEGATRON_LM,
+    "modellink": MEGATRON_LM,
+    "internevo": INTERN_EVO,
     "llm-foundry": LLM_FOUNDRY,
     "aleph-alpha": ALEPH_ALPHA,
     "2311.05610": ALEPH_ALPHA,
@@ -121,10 +137,14 @@ FRAMEWORKS = {
     "2104.04473 table 2 zero-3": "zero3",
     "2104.04473": "megatron",
     "2205.05198": "megatron",
-    # Those of 2023 and later, on Hopper, are Megatron Core with Transformer Engine.
-    "megatron-lm": "nemo",
+    # Its own tables (README.md of NVIDIA/Megatron-LM) are with all overlap, others by default not.
+    "nvidia/megatron-lm": "nemo",
+    "megatron-lm": "megatron_core",
+    "mindspeed": "mindspeed",
+    "modellink": "mindspeed",
     "llm-foundry": "llm_foundry",
-    "torchtitan": "compiled",
+    "torchtitan": "torchtitan",
+    "fms-fsdp": "compiled",
     "megatron-deepspeed": "omni_path",
 }
 """Suffix of cluster names by framework; the key occurs in the row's `framework` or `source`."""
@@ -158,6 +178,20 @@ COMPOSED_NORMS = 14.0
 
 For each bfloat16 element, float32 operators (cast, square, mean, product, cast, product with the
 weight) move 34 bytes in the forward pass and 106 in the backward pass; a fused kernel, 4 and 6."""
+
+EAGER_FIGURES = {"pointwise_traffic": 1.0, "norm_traffic": COMPOSED_NORMS}
+"""Device parameters of a framework that compiles by default and ran eagerly, as its row says: the
+operators of PyTorch one by one, whose RMSNorm was composed until 2.8."""
+
+BIAS_BYTES, CLAMP_BYTES, ROUTING_BYTES = 64, 36, 32
+"""Bytes that kernels move for each copy of a token, forward and backward.
+
+Bias, for an element of an expert's output: Megatron Core and Automodel multiply the bias by the
+weight of the token in float32, add, concatenate the experts and cast, forward 28 (`_apply_bias` in
+megatron/core/transformer/moe/experts.py and nemo_automodel/components/moe/layers.py). Clamp, for an
+element of the inner width: gate and up are clamped and concatenated by separate kernels, forward 8
+for each (megatron/core/fusions/fused_bias_geglu.py). Routing, for an element of the token: what
+`routing_traffic` is relative to, 7 reads and writes forward and 9 backward in bfloat16."""
 
 H100_FLASH2 = {
     "attention_efficiency": 0.365,
@@ -200,11 +234,21 @@ def cluster_of_run(run: PublishedRun) -> Cluster:
             f"row {run.id}: cannot load the cluster `hardware`: {error}\n"
             "set `hardware` to the name of a built-in cluster, such as h100"
         ) from None
+    if "eager" in (run.framework or "").lower():
+        cluster = _with_figures(cluster, EAGER_FIGURES)
+    if run.has_expert_biases:
+        moved = BIAS_BYTES * run.hidden + CLAMP_BYTES * run.ffn
+        traffic = cluster.device.routing_traffic + moved / (ROUTING_BYTES * run.hidden)
+        cluster = _with_figures(cluster, {"routing_traffic": traffic})
     # Rows name the kernel under either key.
     for name in (run.kernel, run.attention):
         figures = KERNELS.get(name or "", {}).get(run.hardware, {})
-        cluster = replace(cluster, device=replace(cluster.device, **figures))  # type: ignore[arg-type]
+        cluster = _with_figures(cluster, figures)
     return cluster
+
+
+def _with_figures(cluster: Cluster, figures: Mapping[str, float]) -> Cluster:
+    return replace(cluster, device=replace(cluster.device, **figures))  # type: ignore[arg-type]
 
 
 def software_of_run(run: PublishedRun) -> Software:
