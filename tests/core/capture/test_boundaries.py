@@ -224,6 +224,24 @@ def test_a_tensor_without_dimensions_selects_a_row_of_a_sharded_tensor(index: in
     assert sw.check(net, args, {}, plan).passes()
 
 
+def test_the_empty_entry_of_a_buffer_that_selects_a_row_constrains_nothing() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.row = nn.Parameter(torch.randn(16, 8)), nn.Buffer(torch.tensor(3))
+            self.select = sw.Op(lambda x, i: x[i])
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.select(x * self.weight, self.row)
+            return y.square().sum()
+
+    net, args = Net(), (torch.randn(16, 8),)
+    sw.shard(net.select, ((1, 8), ()))
+    plan = sw.plan(net, args, devices=8, mode="semi_auto")
+    assert plan.strategies["select"] == ((1, 8),)
+    assert sw.check(net, args, {}, plan).passes()
+
+
 def test_a_least_squares_solution_names_the_operator_that_capture_lacks() -> None:
     """Previously "the model itself raises an error for these arguments"."""
 

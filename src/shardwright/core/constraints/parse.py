@@ -185,6 +185,9 @@ class StrategyParser:
         if isinstance(op.target, LocalCall):
             # The parameters and buffers of a `local_map` are replicated where they are used.
             inputs = (*inputs, *(None,) * len(op.inputs[len(op.target.declaration.inputs) :]))
+        if len(inputs) > len(op.inputs):
+            # Capture turns tensors without dimensions that no argument determines into numbers.
+            inputs = tuple(entry for entry in inputs if entry != ())
         if len(inputs) != len(op.inputs):
             # Capture adds the bias in a separate operator: it must be added after a partial sum.
             hint = "use one entry per tensor input"
