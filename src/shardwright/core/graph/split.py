@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from operator import itemgetter
 from weakref import WeakKeyDictionary
 
@@ -322,13 +323,14 @@ def assign_neighbors(
         The index of the chunk of each operator, by operator name.
     """
     latest = _find_latest_chunks(graph, anchor_chunks)
+    num_chunks = 1 + max(chain(anchor_chunks.values(), *(preferred or {}).values()), default=0)
     chunk_of: dict[str, int] = {}
     for op in graph.ops:
         producers = (graph.producer.get(value) for value in op.inputs)
         chunks = (chunk_of.get(producer.name, -1) for producer in producers if producer)
         # The latest chunk, as a value must not be read in an earlier chunk than computed.
         earliest = max(chunks, default=-1)
-        last = latest.get(op.name, max(anchor_chunks.values(), default=0))
+        last = latest.get(op.name, num_chunks)
         fitting = [c for c in (preferred or {}).get(op.name, ()) if earliest <= c <= last]
         if op.name in anchor_chunks:
             chunk_of[op.name] = anchor_chunks[op.name]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -173,17 +173,20 @@ class PipelineExecution(Execution):
 
     def _adapt_pipeline_to_graph(self, graph: Graph) -> PipelineSpec:
         pipeline = self.partitioned.pipeline
-        planned = pipeline.chunk_of
-        chunk_of = {op.name: planned[op.name] for op in graph.ops if op.name in planned}
-        chunks = range(pipeline.num_chunks)
-        # Operators that the planned graph lacks go to a chunk with their parameters if possible,
-        # else to that of their neighbors.
-        preferred = {
-            op.name: [chunk for chunk in chunks if pipeline.stage_of(chunk) in stages]
-            for op in graph.ops
-            if op.name not in chunk_of and (stages := self._stages_with_tensors(op)) is not None
-        }
-        return replace(pipeline, chunk_of=assign_neighbors(graph, chunk_of, preferred))
+        planned, chunks = pipeline.chunk_of, range(pipeline.num_chunks)
+        anchors: dict[str, int] = {}
+        preferred: dict[str, Sequence[int]] = {}
+        for op in graph.ops:
+            stages = self._stages_with_tensors(op)
+            if op.name not in planned:
+                # With its parameters if possible, else with its neighbors.
+                preferred[op.name] = [c for c in chunks if pipeline.stage_of(c) in (stages or ())]
+            elif stages is None:
+                # A name such as `add_1` is another operator if the call skips modules.
+                preferred[op.name] = [planned[op.name]]
+            else:
+                anchors[op.name] = planned[op.name]
+        return replace(pipeline, chunk_of=assign_neighbors(graph, anchors, preferred))
 
     def _stages_with_tensors(self, op: Op) -> frozenset[int] | None:
         """Return the stages that store all parameters and buffers of `op`; None if it has none."""
