@@ -319,6 +319,36 @@ def test_ranks_reduce_buckets_of_a_local_map_in_one_order(monkeypatch: pytest.Mo
     assert reduced == [1, 0, 1, 0]
 
 
+def test_two_buckets_of_gradients_of_a_local_map_are_in_flight(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    net = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(4)))
+    sw.local_map(net, "b _f -> b _f")
+    graph, mesh = (
+        sw.capture(sw.WithLoss(net, nn.MSELoss()), (torch.ones(8, 16),) * 2),
+        prime_mesh(4),
+    )
+    said = replace(decisions(graph, mesh, "level1"), bucket_bytes=1)
+    seen: list[str] = []
+    originals = {"reduce": BoundBucket.reduce, "sum_replicas": BoundBucket.sum_replicas}
+    for name, original in originals.items():
+
+        def call(
+            bound: BoundBucket, each: Any, name: str = name, original: Any = original
+        ) -> Tensor:
+            seen.append(f"{name} {bound.bucket.number}")
+            return original(bound, each)
+
+        monkeypatch.setattr(BoundBucket, name, call)
+    with one_of(mesh) as devices:
+        program = lower(whole_chunk(graph, mesh, said), devices)
+        shards, inputs = arguments(program, (torch.ones(8, 16),) * 2)
+        (loss,), _ = program(shards, {}, inputs)
+        loss.backward()
+    in_turn = [each for n in (2, 1, 0) for each in (f"reduce {n}", f"sum_replicas {n + 1}")]
+    assert seen == ["reduce 3", *in_turn, "sum_replicas 0"]
+
+
 def test_the_gathers_stand_one_bucket_ahead_in_the_text() -> None:
     net, args, _ = mlp(8, SIZES)
     graph, mesh = sw.capture(net, args), prime_mesh(4)

@@ -139,13 +139,32 @@ class BucketLines:
         )
         bound, number = self.bound[bucket.number], bucket.number
         name = self._gather_variables[bucket] = self.source.name(f"bucket_{number}")
+        arguments = [entered]
         # `UnshardedParameters` gathers once per step; the bucket only reduces gradients.
         if self.unsharded and bucket.level == "level2":
             function = self.source.refer(f"reuse_{number}", ReuseGathered(bound))
-            call = f"{function}({entered}, parameters[{gathered_bucket_key(bucket)!r}])"
+            arguments.append(f"parameters[{gathered_bucket_key(bucket)!r}]")
         else:
-            call = f"{self.source.refer(f'start_{number}', StartGather(bound))}({entered})"
-        self.source.add([name], call, [entered], segment=bucket.segment)
+            function = self.source.refer(f"start_{number}", StartGather(bound))
+        names, reads = [name], [entered]
+        self._add_turn(bucket, names, arguments, reads)
+        call = f"{function}({', '.join(arguments)})"
+        self.source.add(names, call, reads, unpack=len(names) > 1, segment=bucket.segment)
+
+    def _add_turn(
+        self, bucket: Bucket, names: list[str], arguments: list[str], reads: list[str]
+    ) -> None:
+        """Add the turn to the results, arguments and variables that a call on `bucket` reads, if a
+        `local_map` reads a member."""
+        # A recomputed segment is a function of its own, which no turn enters or leaves.
+        if bucket.segment is not None or not any(
+            member.value in self.read_locally for member in bucket.members
+        ):
+            return
+        arguments.append(self._turn_variable or "torch.empty(0)")
+        reads += [self._turn_variable] if self._turn_variable else []
+        self._turn_variable = self.source.name("turn")
+        names.append(self._turn_variable)
 
     def _emit_bucket_members(self, bucket: Bucket) -> None:
         bound, number = self.bound[bucket.number], bucket.number
@@ -168,13 +187,9 @@ class BucketLines:
         names = [self.source.name(member.name) for member in bucket.members]
         # All members at once, so that later uses of any of them emit nothing.
         self._member_variables.update(zip(bucket.members, names, strict=True))
-        reads, call = [bucket_variable], f"{function}({bucket_variable})"
-        # A recomputed segment is a function of its own, which no turn enters or leaves.
-        if bucket.segment is None and any(m.value in self.read_locally for m in bucket.members):
-            call = f"{function}({bucket_variable}, {self._turn_variable or 'torch.empty(0)'})"
-            reads += [self._turn_variable] if self._turn_variable else []
-            self._turn_variable = self.source.name("turn")
-            names.append(self._turn_variable)
+        arguments, reads = [bucket_variable], [bucket_variable]
+        self._add_turn(bucket, names, arguments, reads)
+        call = f"{function}({', '.join(arguments)})"
         self.source.add(names, call, reads, unpack=True, segment=bucket.segment)
 
     def _find_bucket_to_prefetch(self, bucket: Bucket) -> Bucket | None:

@@ -14,9 +14,11 @@ the first lines of the program and so waits last. Otherwise the program calls `e
 
 All parameters of a `sw.local_map` function are gathered before the function runs. By default,
 autograd would reduce their gradients only after the backward pass of the whole function. Instead,
-`finish` reduces the gradients of each bucket as soon as they are complete. The function may branch
-differently on each rank, but all ranks must issue collectives in one order. So each `finish` also
-takes a result of the previous `finish`, its *turn*, which makes autograd run them in reverse order.
+`finish` reduces the gradients of each bucket as soon as they are complete, and `start` waits for
+the reduction once that of the next bucket runs, so that two buckets of gradients are in flight. The
+function may branch differently on each rank, but all ranks must issue collectives in one order. So
+each of these calls also takes a result of the call before, its *turn*, which makes autograd run
+them in reverse order.
 """
 
 from __future__ import annotations
@@ -75,16 +77,20 @@ class EnterBucket:
 
 @dataclass(frozen=True)
 class StartGather:
-    """Callable that starts the all-gather of a bucket."""
+    """Callable that starts the all-gather of a bucket; with a `turn`, the last output of the call
+    before or an empty tensor, it also returns the next turn."""
 
     bound: BoundBucket
 
-    def __call__(self, entered: EnteredBucket) -> StartedGather:
-        token = _StartGatherFunction.apply(self.bound, entered.token)  # type: ignore[no-untyped-call]
+    def __call__(
+        self, entered: EnteredBucket, turn: Tensor | None = None
+    ) -> StartedGather | tuple[StartedGather, Tensor]:
+        token, *turns = _connect_token(self.bound, entered.token, turn)
         # Outside autograd: the token carries the gradient, whose collectives are started by
         # `_FinishGatherFunction`.
         pending = self.bound.start_gather(entered.shards)
-        return StartedGather(token, entered.shards, entered.without_gradient, pending)
+        started = StartedGather(token, entered.shards, entered.without_gradient, pending)
+        return (started, turns[0]) if turns else started
 
 
 @dataclass(frozen=True)
@@ -93,10 +99,22 @@ class ReuseGathered:
 
     bound: BoundBucket
 
-    def __call__(self, entered: EnteredBucket, cached: Sequence[Tensor]) -> EnteredBucket:
-        token = _StartGatherFunction.apply(self.bound, entered.token)  # type: ignore[no-untyped-call]
+    def __call__(
+        self, entered: EnteredBucket, cached: Sequence[Tensor], turn: Tensor | None = None
+    ) -> EnteredBucket | tuple[EnteredBucket, Tensor]:
+        token, *turns = _connect_token(self.bound, entered.token, turn)
         # The cached members take the place of the shards, which `UseAsStored` returns unchanged.
-        return EnteredBucket(token, tuple(cached), entered.without_gradient)
+        reused = EnteredBucket(token, tuple(cached), entered.without_gradient)
+        return (reused, turns[0]) if turns else reused
+
+
+def _connect_token(bound: BoundBucket, token: Tensor, turn: Tensor | None) -> tuple[Tensor, ...]:
+    """Return the token whose gradient the backward pass waits for; then the next turn if there is a
+    `turn`."""
+    results: tuple[Tensor, ...] = _StartGatherFunction.apply(bound, token, turn)  # type: ignore[no-untyped-call]
+    if turn is not None:
+        _prioritize_turn(results[-1])
+    return results
 
 
 @dataclass(frozen=True)
@@ -148,10 +166,15 @@ def _connect_gradients_to_token(
     results: tuple[Tensor, ...] = _FinishGatherFunction.apply(  # type: ignore[no-untyped-call]
         bound, bucket.without_gradient, bucket.token, turn, *tensors
     )
-    # A compiled backward pass has an order of its own.
-    if turn is not None and not is_compiling():
-        prioritize_gradient(results[-1])
+    if turn is not None:
+        _prioritize_turn(results[-1])
     return results
+
+
+def _prioritize_turn(turn: Tensor) -> None:
+    # A compiled backward pass has an order of its own.
+    if not is_compiling():
+        prioritize_gradient(turn)
 
 
 class _EnterBucketFunction(torch.autograd.Function):
@@ -175,18 +198,26 @@ class _EnterBucketFunction(torch.autograd.Function):
 
 
 class _StartGatherFunction(torch.autograd.Function):
-    """Return the `token` of a bucket unchanged; in the backward pass, wait for the reduce-scatter
-    of the gradients and start their all-reduce over replicas."""
+    """Return the `token` of a bucket unchanged, then the next turn if there is a `turn`; in the
+    backward pass, wait for the reduce-scatter of the gradients and start their all-reduce over
+    replicas."""
 
     @staticmethod
-    def forward(ctx: Any, bound: BoundBucket, token: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, bound: BoundBucket, token: Tensor, turn: Tensor | None
+    ) -> tuple[Tensor, ...]:
         ctx.bound = bound
+        # The turn only orders the nodes, and has no gradient.
+        ctx.set_materialize_grads(False)
         # A view, since autograd treats an input that is returned unchanged as modified in place.
-        return token.view_as(token)
+        return token.view_as(token), *([] if turn is None else [turn.new_empty(0)])
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor]:
-        return None, ctx.bound.sum_replicas(gradients[0])
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, Tensor | None, None]:
+        # No member of the bucket was reached.
+        if gradients[0] is None:
+            return None, None, None
+        return None, ctx.bound.sum_replicas(gradients[0]), None
 
 
 class _FinishGatherFunction(torch.autograd.Function):
