@@ -51,6 +51,7 @@ from shardwright.core.capture.masked_reductions import keep_selected_rows
 from shardwright.core.capture.naming import LocatedError, is_users_function, line_of, line_of_error
 from shardwright.core.capture.padded_convolutions import pad_in_convolutions
 from shardwright.core.capture.padded_rows import pad_selected_rows
+from shardwright.core.capture.reachable_state import ReachableState
 from shardwright.core.capture.scalar_indices import keep_scalar_indices
 from shardwright.core.capture.shared_memory import check_constants, check_memory
 from shardwright.core.capture.signature import (
@@ -238,11 +239,15 @@ def _raises_same_error_without_export(
 ) -> bool:
     """Return whether a call of the model on fake tensors raises `error` without `torch.export`
     too."""
+    state = ReachableState(twin)
     try:
         with torch.no_grad(), calling_forward(twin):
             twin(*args, **kwargs)
     except Exception as eager:
         return type(eager) is type(error) and str(eager)[:80] == str(error)[:80]
+    finally:
+        # What the first call changed was restored.
+        state.restore()
     return False
 
 
