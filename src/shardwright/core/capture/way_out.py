@@ -261,7 +261,8 @@ def _notation_for_module(tensors: list[Tensor], result: Tensor | None) -> str:
 
 
 def _get_first_size(tensor: Tensor) -> list[int | None]:
-    """Return the size of the first dimension, if there is one; None if it depends on values."""
+    """Return a list with the size of the first dimension, None if it depends on values; empty for a
+    tensor without dimensions."""
     # A symbol for a size that depends on values cannot be compared.
     return [size if isinstance(size, int) else None for size in tensor.shape[:1]]
 

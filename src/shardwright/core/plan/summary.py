@@ -262,7 +262,7 @@ def _format_summary_table(blocks: list[_SummaryRow], timed: bool, width: int) ->
     # Phrases that apply to all rows, usually data parallelism, are written once, in the header.
     common = [phrase for phrase in first if all(phrase in block.phrases for block in blocks)]
     differs = any(len(block.phrases) > len(common) for block in blocks)
-    ending = ", and" if differs else ""
+    ending, nothing = (", and", "nothing else") if differs else ("", "")
     common_header = f"all {', '.join(common)}{ending}" if common and len(blocks) > 1 else ""
     header = ("", common_header, "sends", *(["computes"] if timed else []))
     rows_of_path = Counter(block.path for block in blocks)
@@ -282,7 +282,7 @@ def _format_summary_table(blocks: list[_SummaryRow], timed: bool, width: int) ->
         # A single row has no phrases in the header, which all rows would share.
         phrases = [phrase for phrase in block.phrases if not common_header or phrase not in common]
         names = prefix + ", ".join(_shorten_names(_join_names_by_module(block.names)))
-        rows.append((names, ", ".join(phrases) or "nothing else" * differs, *numbers))
+        rows.append((names, ", ".join(phrases) or nothing, *numbers))
     return format_columns(header, rows, width)
 
 

@@ -22,7 +22,7 @@ aten = torch.ops.aten
 @rule_for(aten.masked_scatter.default)
 def masked_scatter(op: Op) -> ShardingRule | None:
     """Write of consecutive elements to selected places, `b _, b _, _ _ -> b _`: the first dimension
-    can be sharded, the source cannot; None if the mask has no first dimension."""
+    can be sharded, the source cannot; None if the mask or the input is broadcast along it."""
     x, mask, source = op.inputs
     same_rank = len(mask.shape) == len(x.shape) == len(op.output.shape) > 0
     if not same_rank or not mask.shape[0] == x.shape[0] == op.output.shape[0]:

@@ -77,8 +77,11 @@ class EnterBucket:
 
 @dataclass(frozen=True)
 class StartGather:
-    """Callable that starts the all-gather of a bucket; with a `turn`, the last output of the call
-    before or an empty tensor, it also returns the next turn."""
+    """Callable that starts the all-gather of a bucket.
+
+    With a `turn`, the last output of the previous call or an empty tensor, it returns the started
+    gather and the next turn.
+    """
 
     bound: BoundBucket
 
@@ -109,8 +112,8 @@ class ReuseGathered:
 
 
 def _connect_token(bound: BoundBucket, token: Tensor, turn: Tensor | None) -> tuple[Tensor, ...]:
-    """Return the token whose gradient the backward pass waits for; then the next turn if there is a
-    `turn`."""
+    """Return a view of `token` whose backward pass waits for the reduction of its gradient, then
+    the next turn if there is a `turn`."""
     results: tuple[Tensor, ...] = _StartGatherFunction.apply(bound, token, turn)  # type: ignore[no-untyped-call]
     if turn is not None:
         _prioritize_turn(results[-1])

@@ -36,8 +36,8 @@ def overload_name(overload: OpOverload) -> str:
 
 
 def is_composite(overload: OpOverload) -> bool:
-    """Whether an operator returns new tensors that other operators compute on all devices, so that
-    autograd needs no formula for its gradient."""
+    """Whether an operator returns new tensors and has a `CompositeImplicitAutograd` kernel, which
+    calls other operators and needs no derivative formula."""
     name = overload.name()  # type: ignore[no-untyped-call]
     key = DispatchKey.CompositeImplicitAutograd
     schema = schema_of(overload)
