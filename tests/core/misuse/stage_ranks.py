@@ -231,7 +231,121 @@ def check_norms_over_the_parameters_of_an_optimizer_are_of_all_stages() -> None:
         own.step()
 
 
+def own_norm(net: nn.Module) -> float:
+    """Of the gradients of one stage."""
+    return float(sum((p.grad**2).sum() for p in net.parameters() if p.grad is not None) ** 0.5)
+
+
+def check_options_and_steps_that_depend_on_one_stage_are_an_error() -> None:
+    def set_rate(net: nn.Module, optimizer: Any) -> bool:
+        optimizer.param_groups[0]["lr"] /= own_norm(net)
+        return True
+
+    def set_decay(net: nn.Module, optimizer: Any) -> bool:
+        optimizer.param_groups[0]["weight_decay"] /= own_norm(net)
+        return True
+
+    for change, named in (
+        (set_rate, r"learning rates of pipeline stages.*\n.*get_total_norm"),
+        (set_decay, r"options of optimizers that were equal.*\n.*get_total_norm"),
+        (lambda net, _: dist.get_rank() == 0, r"numbers of optimizer steps over.*: 0 on rank 1"),
+    ):
+        net = in_stages()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, weight_decay=0.1)
+        with pytest.raises(sw.DataError, match=named):
+            for _ in range(2):
+                net.train_step(*batch())
+                if change(net, optimizer):
+                    optimizer.step()
+
+
+def check_rates_of_each_layer_are_no_error() -> None:
+    net = in_stages()
+    # As many groups on both ranks, the first of which has the tied weight.
+    optimizer = torch.optim.SGD([{"params": [p]} for p in list(net.parameters())[:3]], lr=0.1)
+    for _ in range(3):
+        net.train_step(*batch())
+        for group in optimizer.param_groups:
+            group["lr"] = 0.1 / (1 + float(group["params"][0].grad.norm()))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def check_gradients_and_updates_that_are_scaled_by_one_stage_warn() -> None:
+    messages = list[str]()
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("shardwright").addHandler(handler)
+    for clip in (nn.utils.clip_grad_norm_, None):
+        net = in_stages()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for _ in range(3):
+            net.train_step(*batch())
+            norm = own_norm(net)
+            for parameter in net.parameters() if clip is None else ():
+                parameter.grad *= 0.1 / norm
+            if clip is not None:
+                clip(net.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert bool(messages) == (clip is None), messages
+    net = in_stages()
+    for _ in range(3):
+        net.train_step(*batch())
+        norm = own_norm(net)
+        for parameter in net.parameters():
+            parameter.data -= 0.1 / norm * parameter.grad
+        net.zero_grad()
+    logging.getLogger("shardwright").removeHandler(handler)
+    assert len(messages) == 2, messages
+    assert "gradients were multiplied by" in messages[0] and "get_total_norm" in messages[0]
+    assert "parameters were changed without an optimizer" in messages[1]
+
+
+def check_tensors_of_other_stages_are_refused_by_name() -> None:
+    net = in_stages()
+    path = "net.two.0" if dist.get_rank() == 0 else "net.one.0"
+    refused = pytest.raises(sw.PlanError, match=rf"'{path}\.weight' of .* another.*\n.*sw\.whole")
+    for module in (net, deepcopy(net)):
+        with refused:
+            module.get_submodule(path).weight.normal_()
+    with sw.whole(net):
+        for each in ("net.two.0", "net.one.0"):
+            net.get_submodule(each).weight.data.fill_(0.5)
+    assert values(net)[f"{path}.weight"].unique().tolist() == [0.5]
+    with refused:
+        net.get_submodule(path).weight.sum()
+
+
+def check_states_of_a_stage_and_of_a_full_model_are_not_exchanged() -> None:
+    net, full = in_stages(), model()
+    for module, state in ((full, net.state_dict()), (net, full.state_dict())):
+        with pytest.raises(sw.PlanError, match=r"stage_ranks\.py:\d+\): the state.*\n.*load_check"):
+            module.load_state_dict(state)
+    net.load_state_dict(net.state_dict())
+    with pytest.raises(RuntimeError, match="Missing key"):
+        full.load_state_dict({"unknown": torch.ones(1)})
+
+
+def check_zip_pairs_each_time_models_with_the_same_stages() -> None:
+    def average(first: nn.Module, second: nn.Module) -> int:
+        pairs = zip(first.parameters(), second.parameters(), strict=False)
+        return sum(p.numel() + q.numel() for p, q in pairs)
+
+    net = in_stages()
+    average(net, deepcopy(net))
+    for pair in ((net, model()), (model(), net)):
+        with pytest.raises(sw.PlanError, match=r"`zip` \(.*stage_ranks\.py:\d+\) pairs"):
+            average(*pair)
+
+
 CHECKS = (
+    check_options_and_steps_that_depend_on_one_stage_are_an_error,
+    check_rates_of_each_layer_are_no_error,
+    check_gradients_and_updates_that_are_scaled_by_one_stage_warn,
+    check_tensors_of_other_stages_are_refused_by_name,
+    check_states_of_a_stage_and_of_a_full_model_are_not_exchanged,
+    check_zip_pairs_each_time_models_with_the_same_stages,
     check_norms_over_the_parameters_of_an_optimizer_are_of_all_stages,
     check_an_optimizer_of_other_parameters_does_not_load_that_of_a_stage,
     check_the_state_of_one_rank_is_not_saved,

@@ -20,6 +20,8 @@ Installed by `parallelize`; no cost later unless user code applies operators to 
 - `partial_state`: pickling the shards or the stage of one rank. Runs during pickling.
 - `stage_parameters`: an optimizer that combines the parameters of one pipeline stage, by trial
   steps over small parameters (`coupled_updates`). 10 to 100 ms in the first step of an optimizer.
+- `manual_updates`: a loop that scales gradients or updates by another factor in each stage. Samples
+  of gradients and parameters in the first 10 training steps and 1 of 100.
 - `calls_of_parts`: a direct call of a submodule. Improves the message of an existing error.
 
 At each call of the model:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import gc
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache, wraps
 from inspect import getgeneratorlocals, isgenerator
 from itertools import chain
 from types import CodeType, FrameType
-from typing import Any
-from weakref import WeakSet
+from typing import Any, TypeVar, cast
+from weakref import WeakKeyDictionary, WeakSet
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -19,8 +19,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwright.core.misuse.caller import user_line
 from shardwright.core.misuse.coupled_updates import has_coupled_updates
+from shardwright.core.misuse.manual_updates import manual_updates
 from shardwright.core.misuse.partial_state import mark_stage_state
 from shardwright.core.runtime.total_norms import stage_models
+from shardwright.core.runtime.training_record import numeric_options, training_record
 from shardwright.errors import PlanError
 
 log = logging.getLogger("shardwright")
@@ -40,24 +42,37 @@ def watch_optimizers_of_stages() -> None:
     checked = WeakSet[Optimizer]()
 
     def before_step(optimizer: Optimizer, *_: object) -> None:
-        if optimizer in checked:
-            return
-        stages = list(stage_models().values())
-        # By id, as `==` of tensors compares their elements.
-        stage_ids = {id(p) for stage in stages for p in stage.parameters.values()}
-        parameters = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
-        is_of_stage = not stage_ids.isdisjoint(map(id, parameters))
-        # An optimizer without parameters has those of no stage on this rank, but perhaps on others.
-        if is_of_stage or (stages and not parameters):
-            _check_updates_are_independent(optimizer)
-        # After the check, so that each step of a refused optimizer raises the error.
-        checked.add(optimizer)
-        if is_of_stage:
-            optimizer.register_state_dict_post_hook(mark_stage_state)
+        if optimizer not in checked:
+            is_of_stage = _has_parameters_of_stage(optimizer)
+            if is_of_stage or _may_be_of_stages(optimizer):
+                _check_updates_are_independent(optimizer)
+                _record_first_options(optimizer)
+            # After the check, so that each step of a refused optimizer raises the error.
+            checked.add(optimizer)
+            if is_of_stage:
+                optimizer.register_state_dict_post_hook(mark_stage_state)
+        if optimizer in _FIRST_OPTIONS:
+            first = _FIRST_OPTIONS[optimizer]
+            # Groups that were added later.
+            first += map(numeric_options, optimizer.param_groups[len(first) :])
+            training_record().of_stage.add(id(optimizer), first, optimizer.param_groups)
+            for updates in manual_updates().values():
+                updates.before_step()
 
     register_optimizer_step_pre_hook(before_step)
-    load = Optimizer.load_state_dict
+    Optimizer.load_state_dict = _wrap_load_of_optimizer(Optimizer.load_state_dict)  # type: ignore[method-assign]
+    nn.Module.load_state_dict = _wrap_load_of_module(nn.Module.load_state_dict)  # type: ignore[method-assign]
 
+
+_Load = TypeVar("_Load", bound=Callable[..., Any])
+
+_LOAD_REMEDY = (
+    "save with `sw.save_checkpoint` and load with `sw.load_checkpoint`, which reads checkpoints of"
+    " any plan; for the model alone, use `sw.save_state_dict` and `sw.load_state_dict`"
+)
+
+
+def _wrap_load_of_optimizer(load: _Load) -> _Load:
     @wraps(load)
     def load_or_explain(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         try:
@@ -74,12 +89,55 @@ def watch_optimizers_of_stages() -> None:
             raise PlanError(
                 f"`load_state_dict`{user_line()}: the state has {counts[0]} parameters, but"
                 f" {type(optimizer).__name__} has {counts[1]}, as with pipeline stages a rank"
-                " optimizes only the parameters of its own stage\nsave with `sw.save_checkpoint` "
-                "and load"
-                " with `sw.load_checkpoint`, which reads checkpoints of any plan"
+                f" optimizes only the parameters of its own stage\n{_LOAD_REMEDY}"
             ) from error
 
-    setattr(Optimizer, load.__name__, load_or_explain)
+    return cast(_Load, load_or_explain)
+
+
+def _wrap_load_of_module(load: _Load) -> _Load:
+    @wraps(load)
+    def load_or_explain(module: nn.Module, state: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return load(module, state, *args, **kwargs)
+        except RuntimeError as error:
+            names = set(state) if isinstance(state, Mapping) else set()
+            # One of the two has the names of all stages, the other those of one.
+            if not any(
+                set(stage.parameters) <= names & stage.stages.keys() < stage.stages.keys()
+                or (planned is module and stage.stages.keys() <= names)
+                for planned, stage in stage_models().items()
+            ):
+                raise
+            raise PlanError(
+                f"`load_state_dict`{user_line()}: the state and {type(module).__name__} have"
+                " different parameters, as with pipeline stages a rank has only those of its own"
+                f" stage\n{_LOAD_REMEDY}"
+            ) from error
+
+    return cast(_Load, load_or_explain)
+
+
+_FIRST_OPTIONS = WeakKeyDictionary[Optimizer, list[dict[str, float]]]()
+"""Numeric options of each group of the optimizers of stages, when the optimizer was made."""
+
+
+def _record_first_options(optimizer: Optimizer) -> None:
+    if optimizer not in _FIRST_OPTIONS:
+        _FIRST_OPTIONS[optimizer] = [numeric_options(group) for group in optimizer.param_groups]
+        training_record().of_stage.optimizers = len(_FIRST_OPTIONS)
+
+
+def _has_parameters_of_stage(optimizer: Optimizer) -> bool:
+    # By id, as `==` of tensors compares their elements.
+    stage_ids = {id(p) for stage in stage_models().values() for p in stage.parameters.values()}
+    return any(id(p) in stage_ids for group in optimizer.param_groups for p in group["params"])
+
+
+def _may_be_of_stages(optimizer: Optimizer) -> bool:
+    """Whether the optimizer has no parameters on this rank, but perhaps those of other stages."""
+    has_parameters = any(group["params"] for group in optimizer.param_groups)
+    return bool(stage_models()) and not has_parameters
 
 
 def _wrap_to_accept_no_parameters(initialize: Callable[..., None]) -> Callable[..., None]:
@@ -107,6 +165,8 @@ def _wrap_to_accept_no_parameters(initialize: Callable[..., None]) -> Callable[.
                 )
                 params = [{"params": []}]
         initialize(optimizer, params, *args, **kwargs)
+        if _has_parameters_of_stage(optimizer) or _may_be_of_stages(optimizer):
+            _record_first_options(optimizer)
 
     return initialize_or_leave_empty
 
@@ -155,17 +215,19 @@ def refuse_pairs_with_full_models(named_parameters: _Named) -> _Named:
 
 
 _CHECKED_LINES = set[tuple[CodeType, int]]()
-"""Lines of the user that pair parameters as they may; to search for `zip`s takes 0.1 s."""
+"""Lines of the user for which all objects have been searched for `zip`s, which takes 0.1 s."""
 
 
 def _check_pairs(module: nn.Module, frame: FrameType) -> None:
     # `parameters()` is a generator around this one; a comprehension has a frame of its own.
     callers = [each for each in _iterate_frames(frame, 4) if "zip" in each.f_code.co_names]
     lines = {(each.f_code, each.f_lineno) for each in callers}
-    if lines <= _CHECKED_LINES:
+    if not lines:
         return
     frames = list(_iterate_frames(frame, 2))
-    for pairs in gc.get_objects():
+    # A `zip` that has just been made is among the young objects, a search of which is fast.
+    generations = range(2 if lines <= _CHECKED_LINES else 3)
+    for pairs in chain.from_iterable(map(gc.get_objects, generations)):
         if type(pairs) is not zip:
             continue
         iterators = [i for held in gc.get_referents(pairs) if type(held) is tuple for i in held]

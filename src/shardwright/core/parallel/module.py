@@ -26,7 +26,10 @@ from shardwright.core.misuse.stage_parameters import refuse_pairs_with_full_mode
 from shardwright.core.misuse.unsupported_operators import compute_unsupported_operators
 from shardwright.core.parallel.execution import Execution
 from shardwright.core.parallel.pipeline_execution import PipelineExecution
-from shardwright.core.parallel.stages_of_tensors import stages_of_tensors
+from shardwright.core.parallel.stages_of_tensors import (
+    explain_tensors_of_other_stages,
+    stages_of_tensors,
+)
 from shardwright.core.parallel.stored_tensors import (
     StoragePlan,
     copied_parameters,
@@ -258,6 +261,8 @@ def parallel_module(
     # Guards on the user's Python would see the `forward` that this sets on submodules.
     if devices.mesh is not None and partitioned.graph.python is None:
         explain_calls_of_parts(stored)
+    if other_stages and partitioned.graph.python is None and not initialization.names:
+        explain_tensors_of_other_stages(stored, template)
     return stored
 
 

@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwright.core.agreement.collective import has_other_ranks
 from shardwright.core.graph.graph import Graph, Op, Value
 from shardwright.core.graph.split import assign_neighbors
 from shardwright.core.lower.program import Program
+from shardwright.core.misuse.manual_updates import ManualUpdates, manual_updates
 from shardwright.core.misuse.partial_state import refuse_to_save_stage
 from shardwright.core.misuse.stage_parameters import watch_optimizers_of_stages
 from shardwright.core.parallel.execution import Execution, StepCall
@@ -51,7 +53,19 @@ class PipelineExecution(Execution):
             self.module, self.template, self.stages_of_tensors, self.devices
         )
         stage_models()[self.module] = parameters
+        # A step of the only rank of a rehearsal has no other to be compared with.
+        if self.devices.is_distributed and has_other_ranks():
+            manual_updates()[self.module] = ManualUpdates(parameters.parameters.values())
         watch_optimizers_of_stages()
+
+    def train_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        updates = manual_updates().get(self.module)
+        if updates is None:
+            return super().train_step(args, kwargs)
+        updates.before_call()
+        loss = super().train_step(args, kwargs)
+        updates.after_backward()
+        return loss
 
     @property
     def programs(self) -> tuple[Program, ...]:

@@ -26,6 +26,7 @@ from shardwright.core.parallel.python_calls import PythonCalls
 from shardwright.core.parallel.python_state import PythonState
 from shardwright.core.parallel.reachable_python import ReachablePython
 from shardwright.core.parallel.repeated_captures import RepeatedCaptures
+from shardwright.core.parallel.stages_of_tensors import leave_tensors_of_other_stages
 from shardwright.core.parallel.train_step import check_loss_of_batch
 from shardwright.core.partition.decisions import adapt_decisions
 from shardwright.core.partition.fold_axes import fold_axes, split_axes
@@ -271,8 +272,9 @@ class Recapture:
         if self._excludes_guards or self._contains_root_hooks:
             return None
         dtype = self.partitioned.graph.compute_dtype
-        # Guards would see the attributes that `explain_calls_of_parts` sets.
+        # Guards would see the attributes that explain errors.
         leave_calls_of_parts(self.module)
+        leave_tensors_of_other_stages(self.module)
         try:
             graph = self._python.capture((call.args, call.kwargs), dtype, call.autocast)
         except CaptureError as error:
@@ -357,6 +359,7 @@ class Recapture:
                 f"register it before `plan`, or {cause}"
             )
         leave_calls_of_parts(self.module)
+        leave_tensors_of_other_stages(self.module)
         dtype, arguments = self.partitioned.graph.compute_dtype, (call.args, call.kwargs)
         with renumbered_forward_hooks(self._state.modules_with_added_hooks):
             return self._python.capture(arguments, dtype, call.autocast)

@@ -15,6 +15,10 @@ from shardwright.core.misuse.calls_of_parts import explain_calls_of_parts, leave
 from shardwright.core.parallel.execution import Execution
 from shardwright.core.parallel.module import ParallelModule
 from shardwright.core.parallel.module_wrapper import wrapped_model
+from shardwright.core.parallel.stages_of_tensors import (
+    explain_tensors_of_other_stages,
+    leave_tensors_of_other_stages,
+)
 from shardwright.core.runtime.counted_calls import collective_call
 from shardwright.core.runtime.dtensor import detached_local
 from shardwright.core.runtime.sent_dtypes import broadcast
@@ -172,6 +176,8 @@ def _replace_shards(
 ) -> None:
     """Replace the shards of `net` by full parameters, and add the buffers of other stages."""
     template = execution.template
+    if leave_tensors_of_other_stages(net):
+        undo.callback(explain_tensors_of_other_stages, net, template)
     # Tied parameters are gathered once, under their first name.
     first_names = {id(parameter): name for name, parameter in template.named_parameters()}
     for name, planned in template.named_parameters(remove_duplicate=False):

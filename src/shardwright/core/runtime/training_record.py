@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
+from zlib import crc32
 
 import torch.distributed as dist
 from torch import Tensor
@@ -20,11 +21,89 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwright.core.runtime.devices import stages_of_plan
 
-NUM_COLUMNS = 4
+NUM_COLUMNS = 11
 """Number of 64-bit integers into which a `TrainingRecord` is packed."""
 
 # Doubles travel by their bits, in a tensor of int64.
-_NUMBERS, _INTEGERS = struct.Struct("<3d"), struct.Struct("<3q")
+_NUMBERS, _INTEGERS = struct.Struct("<7d"), struct.Struct("<7q")
+
+_MAX_STEPS = 2**20
+
+GroupOptions = Mapping[str, Any]
+"""The options of one parameter group, by name."""
+
+
+@dataclass
+class StageSteps:
+    """Steps of optimizers over the parameters of one pipeline stage.
+
+    Parameter groups of two stages need not correspond, as those of one layer each. But options that
+    were equal when their optimizers were made stay equal on one device, unless groups of one stage
+    already diverge. So each value is recorded by its first value.
+
+    Args:
+        steps: number of steps.
+        optimizers: number of optimizers for the parameters of a stage, when the last was made.
+        values: by (option, position of the step among those of its optimizer, first value): the
+            value, or None if groups diverge.
+        gradient_factors, update_factors: factors by which the user's code multiplied all gradients
+            before a step, or updated all parameters without an optimizer
+            (`core/misuse/manual_updates.py`); 0 for other changes.
+    """
+
+    steps: int = 0
+    optimizers: int = 0
+    values: dict[tuple[str, int, float], float | None] = field(default_factory=dict)
+    gradient_factors: list[float] = field(default_factory=list)
+    update_factors: list[float] = field(default_factory=list)
+    _positions: dict[Hashable, int] = field(default_factory=dict)
+
+    def add(
+        self, optimizer: Hashable, first: Sequence[GroupOptions], groups: Sequence[GroupOptions]
+    ) -> None:
+        """Record a step.
+
+        Args:
+            optimizer: key of the optimizer.
+            first: the groups' options when the optimizer was made.
+            groups: the optimizer's parameter groups.
+        """
+        self.steps += 1
+        position = self._positions[optimizer] = self._positions.get(optimizer, 0) + 1
+        for first_options, group in zip(first, groups, strict=False):
+            for name, first_value in first_options.items():
+                key = name, position, first_value
+                value = _compute_checksum(group.get(name))
+                self.values[key] = value if self.values.get(key, value) == value else None
+
+    def take(self) -> tuple[list[int], list[float]]:
+        """Return (integers, numbers) of the steps, and begin anew."""
+        integers, numbers = [self.steps + _MAX_STEPS * self.optimizers], list[float]()
+        for is_rate in (True, False):
+            values = {
+                crc32(repr(key).encode()): value
+                for key, value in self.values.items()
+                if value is not None and (key[0] == "lr") is is_rate
+            }
+            integers.append(sum(values))
+            # Weighted by key, so that exchanged values change the sum; rates are shown in errors.
+            weighted = (v if is_rate else (1 + key / 2**32) * v for key, v in values.items())
+            numbers.append(sum(weighted) / (max(1, len(values)) if is_rate else 1))
+        for factors in (self.gradient_factors, self.update_factors):
+            # 0 if there are none, or one of them is 0.
+            numbers.append(math.prod(factors) if factors else 0.0)
+            factors.clear()
+        self.steps, self.values, self._positions = 0, {}, {}
+        return integers, numbers
+
+
+def numeric_options(group: GroupOptions) -> dict[str, float]:
+    """Return checksums of the options of a parameter group, by name."""
+    return {
+        name: _compute_checksum(value)
+        for name, value in group.items()
+        if name != "params" and value is not None
+    }
 
 
 @dataclass
@@ -36,6 +115,11 @@ class TrainingRecord:
         learning_rate: sum of the learning rates of these steps' first parameter groups.
         options: checksum of all numeric options of these steps.
         max_norm: sum of the limits to which gradients were clipped.
+        of_stage: steps over the parameters of one pipeline stage.
+        stage_steps, stage_optimizers, stage_rate_keys, stage_option_keys, stage_learning_rate,
+            stage_options, gradient_factor, update_factor: what a rank has sent of its `of_stage`;
+            set by `unpack`. Keys are checksums of the keys of `StageSteps.values`, the factors
+            products, 0 if unknown.
         has_gradients: 1 if the model has gradients at the call, to which the next backward pass
             adds; set by `unpack`.
     """
@@ -45,11 +129,22 @@ class TrainingRecord:
     options: float = 0.0
     max_norm: float = 0.0
     has_gradients: int = 0
+    of_stage: StageSteps = field(default_factory=StageSteps)
+    stage_steps: int = 0
+    stage_optimizers: int = 0
+    stage_rate_keys: int = 0
+    stage_option_keys: int = 0
+    stage_learning_rate: float = 0.0
+    stage_options: float = 0.0
+    gradient_factor: float = 0.0
+    update_factor: float = 0.0
 
     def take(self, has_gradients: bool) -> list[int]:
         """Return the record as `NUM_COLUMNS` integers of 64 bits, and begin a new one."""
-        numbers = self.learning_rate, self.options, self.max_norm
-        columns = [2 * self.steps + has_gradients, *_INTEGERS.unpack(_NUMBERS.pack(*numbers))]
+        integers, stage_numbers = self.of_stage.take()
+        numbers = self.learning_rate, self.options, self.max_norm, *stage_numbers
+        bits = _INTEGERS.unpack(_NUMBERS.pack(*numbers))
+        columns = [2 * self.steps + has_gradients, *integers, *bits]
         self.steps, self.learning_rate, self.options, self.max_norm = 0, 0.0, 0.0, 0.0
         return columns
 
@@ -66,13 +161,9 @@ class TrainingRecord:
             self.options += weight * _compute_group_checksum(group)
 
 
-def _compute_group_checksum(group: Mapping[str, Any]) -> float:
-    total, weight = 0.0, 1
-    for name, value in group.items():
-        if name != "params" and value is not None:
-            total += weight * _compute_checksum(value)
-            weight += 1
-    return total
+def _compute_group_checksum(group: GroupOptions) -> float:
+    values = numeric_options(group).values()
+    return sum(weight * value for weight, value in enumerate(values, 1))
 
 
 def _compute_checksum(option: Any) -> float:
@@ -90,10 +181,12 @@ def _compute_checksum(option: Any) -> float:
 
 def unpack(columns: Sequence[int]) -> TrainingRecord:
     """Return the `TrainingRecord` that `TrainingRecord.take` packed into integers."""
-    steps_and_gradients, *numbers = columns
+    steps_and_gradients, steps_and_optimizers, rate_keys, option_keys, *bits = columns
     steps, has_gradients = divmod(steps_and_gradients, 2)
-    rate, options, max_norm = _NUMBERS.unpack(_INTEGERS.pack(*numbers))
-    return TrainingRecord(steps, rate, options, max_norm, has_gradients)
+    optimizers, stage_steps = divmod(steps_and_optimizers, _MAX_STEPS)
+    rate, options, max_norm, *of_stage = _NUMBERS.unpack(_INTEGERS.pack(*bits))
+    of_all = steps, rate, options, max_norm, has_gradients, StageSteps()
+    return TrainingRecord(*of_all, stage_steps, optimizers, rate_keys, option_keys, *of_stage)
 
 
 # Cached, so that the hook is registered once per process.
