@@ -1,4 +1,4 @@
-"""Random chains of operators that reduce, index, slide along or repeat a dimension."""
+"""Random chains of operators that reduce, index, slide along, repeat or divide a dimension."""
 
 from __future__ import annotations
 
@@ -126,6 +126,25 @@ def windowed(draw: random.Random, shape: tuple[int, ...]) -> Operator:
     return draw.choice(operators)
 
 
+def moved(draw: random.Random, shape: tuple[int, ...]) -> Operator:
+    """An operator that joins, splits or slices a dimension."""
+    dim = draw.randrange(4)
+    half = shape[dim] // 2
+
+    def swapped(x: Tensor) -> Tensor:
+        first, second = x.chunk(2, dim)
+        return torch.cat([second, -first], dim)
+
+    operators: list[Operator] = [
+        swapped,
+        lambda x: F.glu(x, dim),
+        lambda x: torch.cat([x, x.sin()], dim),
+        lambda x: torch.cat([x.narrow(dim, half, half), x], dim),
+        lambda x: x.narrow(dim, 0, half) * x.narrow(dim, shape[dim] - half, half),
+    ]
+    return draw.choice(operators) if half and shape[dim] % 2 == 0 else torch.sin
+
+
 class RandomFactors(nn.Module):
     """`steps` random operators of a product with a parameter."""
 
@@ -137,7 +156,7 @@ class RandomFactors(nn.Module):
         self.operators: list[Operator] = []
         x = torch.randn(SHAPE)
         while len(self.operators) < steps:
-            operator = draw.choice((reduced, indexed, windowed))(draw, tuple(x.shape))
+            operator = draw.choice((reduced, indexed, windowed, moved))(draw, tuple(x.shape))
             made = operator(x).detach()
             fits = made.numel() <= MOST_ELEMENTS and min(made.shape[2:]) > 1
             if fits and made.isfinite().all():

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardwright as sw
+from shardwright.core.micro_batches.batch_dims import JoinedDims
 
 SAMPLES, STEPS = 8, 4
 LABELS = torch.tensor([0, 0, 1, 2, 3, 4, 0, 1])
@@ -28,6 +29,19 @@ class Recurrent(nn.Module):
         if y.ndim == 1:
             return F.cross_entropy(h[-1], y, ignore_index=0)
         return F.cross_entropy(h.flatten(0, 1), y.flatten(), ignore_index=0)
+
+
+def test_dimensions_whose_rows_change_their_shard_are_not_the_same_samples() -> None:
+    class Joined(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            return x.sin(), torch.cat([x, x]), x.flip(0)
+
+    graph = sw.capture(Joined(), (torch.randn(4, 2),))
+    joined = JoinedDims(graph)
+    x, *outputs = (
+        joined.root_of_group((v, 0)) for v in (*graph.input_values, *graph.output_values)
+    )
+    assert [root == x for root in outputs] == [True, False, False]
 
 
 class Looked(nn.Module):

@@ -22,6 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _pytree as pytree
 
 from shardwright.core.graph.graph import Op, Value
+from shardwright.core.layout.collective_spec import MovedRows
 from shardwright.core.layout.layout import Layout, TensorLayout
 from shardwright.core.rules import rule_of
 from shardwright.core.rules.rule import (
@@ -40,6 +41,7 @@ from shardwright.core.torch_internals.local_tensors import LocalTensorMode
 
 Index = Callable[[str], int | torch.SymInt]
 Reduces = tuple[Reduce, ...]
+Blocks = tuple[tuple[int, ...], ...]
 
 
 def operator_name(value: Any) -> str | None:
@@ -281,6 +283,8 @@ def _collective(mesh: Layout, cuts: Cuts, reduction: Reduction) -> Reduce:
     axes = {axis for factor in reduction.factors for axis in cuts.get(factor, ())}
     if mesh.size(frozenset(axes)) == 1:
         return lambda tensor: tensor
+    if reduction.moved is not None:
+        return _move(mesh, cuts, reduction, reduction.moved)
     if reduction.operation in (MIRROR, PREVIOUS, NEXT, RING):
         return _exchange(mesh, cuts, reduction)
     if reduction.operation == GATHER:
@@ -359,6 +363,47 @@ def _exchange(mesh: Layout, cuts: Cuts, reduction: Reduction) -> Reduce:
         )
 
     return Reduce(run, lambda x: sent(x, came_from), lambda tensor: tensor)
+
+
+def _move(mesh: Layout, cuts: Cuts, reduction: Reduction, moved: MovedRows) -> Reduce:
+    """Looks up each block of each rank's new shard among the old shards of the ranks like it."""
+    (factor,) = reduction.factors
+
+    def like(rank: int) -> tuple[int, ...]:
+        places = enumerate(mesh.coordinates(rank))
+        return tuple(at for axis, at in places if axis not in cuts[factor])
+
+    def sent(tensor: Tensor, before: Blocks, after: Blocks) -> Tensor:
+        assert isinstance(tensor, LocalTensor)
+        assert tuple(tensor.shape) == tuple(reduction.shape), "not the shape that was declared"
+        assert tensor.dtype == reduction.dtype, "not the dtype that was declared"
+        blocks = {
+            (like(rank), number): block
+            for rank in mesh.ranks
+            for number, block in zip(
+                before[_part(mesh, cuts, factor, rank)],
+                tensor._local_tensors[rank].chunk(len(before[0]), moved.dim),
+                strict=True,
+            )
+        }
+        return LocalTensor(
+            {
+                rank: torch.cat(
+                    [blocks[like(rank), n] for n in after[_part(mesh, cuts, factor, rank)]],
+                    moved.dim,
+                )
+                for rank in mesh.ranks
+            }
+        )
+
+    def run(tensor: Tensor) -> Tensor:
+        return _Exchange.apply(
+            tensor,
+            lambda x: sent(x, moved.source, moved.target),
+            lambda gradient: sent(gradient, moved.target, moved.source),
+        )
+
+    return Reduce(run, run, lambda tensor: tensor)
 
 
 class _Exchange(torch.autograd.Function):

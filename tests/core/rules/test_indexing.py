@@ -14,20 +14,13 @@ aten = torch.ops.aten
 pytestmark = pytest.mark.usefixtures("float64")
 
 
-def test_joined_dimensions_stay_whole() -> None:
-    assert str(check(aten.cat.default, [randn(4, 6), randn(4, 2)], 1)) == "b _, b _ -> b _"
-    assert str(check(aten.cat.default, [randn(0), randn(4, 6)])) == "_, _ s -> _ s"
+def test_stacked_dimensions_stay_whole() -> None:
     assert str(check(aten.stack.default, [randn(4), randn(4)], -1)) == "b, b -> b _"
 
 
 @pytest.mark.parametrize(
     ("target", "arguments", "text"),
     [
-        (aten.split.Tensor, (2, 1), "b _ -> b _, b _, b _"),
-        (aten.split_with_sizes.default, ([1, 3],), "_ s -> _ s, _ s"),
-        (aten.split.sizes, ([4, 2], 1), "b _ -> b _, b _"),
-        (aten.chunk.default, (2, -1), "b _ -> b _, b _"),
-        (aten.tensor_split.sections, (2, 1), "b _ -> b _, b _"),
         (aten.unbind.int, (), "_ s -> s, s, s, s"),
         (aten.narrow.default, (0, 1, 2), "_ s -> _ s"),
         (aten.slice.Tensor, (1, 1, 3), "b _ -> b _"),
@@ -39,7 +32,7 @@ def test_joined_dimensions_stay_whole() -> None:
         (aten.slice.Tensor, (1, 1, 5, 2), "b _ -> b _"),
     ],
 )
-def test_what_is_split_or_sliced_stays_whole(target, arguments, text) -> None:
+def test_rows_that_are_picked_stay_whole_unless_every_nth_is(target, arguments, text) -> None:
     assert str(check(target, randn(4, 6), *arguments)) == text
 
 

@@ -72,10 +72,6 @@ def test_the_weight_of_prelu_goes_with_the_channels() -> None:
     assert str(check(aten.prelu.default, randn(2, 4, 6), rand(1))) == "b s t, _ -> b s t"
 
 
-def test_glu_keeps_the_halved_dimension_whole() -> None:
-    assert str(check(aten.glu.default, randn(4, 8))) == "b _ -> b _"
-
-
 def test_boundaries_stay_whole() -> None:
     found = check(aten.bucketize.Tensor, randn(4, 6), torch.linspace(-1, 1, 4))
     assert str(found) == "b s, _ -> b s"

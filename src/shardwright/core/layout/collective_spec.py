@@ -13,12 +13,12 @@ all-to-all of unequal parts the full local tensor.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import product
 from math import lcm, prod
-from typing import Literal
+from typing import Literal, TypeVar
 
 from shardwright.core.layout.axes import Axes, common_length, shard_index
 from shardwright.core.layout.layout import TensorLayout
@@ -26,6 +26,8 @@ from shardwright.core.layout.layout import TensorLayout
 Pattern = Literal["ring", "pairwise", "point_to_point"]
 """How a collective communicates: around a ring, between all pairs of devices, or from each device
 to those that need parts of its shard."""
+
+_Cell = TypeVar("_Cell", int, tuple[int, ...])
 
 AxesBetween = Callable[[TensorLayout, TensorLayout], Axes | None]
 """Function of two layouts, source and target, that returns the axes of one step between them."""
@@ -148,19 +150,72 @@ def cell_exchange(source: TensorLayout, target: TensorLayout) -> CellExchange:
         _list_cells_of_shard(after, cuts, dict(zip(axes, coords, strict=True)), sizes)
         for coords in group
     ]
+    return _exchange_cells(
+        source_cells,
+        target_cells,
+        tuple(n // source.layout.size(a) for n, a in zip(cuts, before, strict=True)),
+        tuple(n // source.layout.size(a) for n, a in zip(cuts, after, strict=True)),
+    )
+
+
+@dataclass(frozen=True)
+class MovedRows:
+    """Blocks of rows that move between the equal shards of one dimension.
+
+    Args:
+        dim: the dimension.
+        source: the blocks of each shard, by any numbers, in their order before the move.
+        target: the blocks of each shard, in their order after the move.
+    """
+
+    dim: int
+    source: tuple[tuple[int, ...], ...]
+    target: tuple[tuple[int, ...], ...]
+
+    @cached_property
+    def is_even(self) -> bool:
+        """Whether each shard sends equally many blocks to each shard, itself included."""
+        counts = self.exchange(range(len(self.source)), self.dim + 1).send_counts
+        return len({count for row in counts for count in row}) == 1
+
+    def exchange(self, order: Sequence[int], ndim: int) -> CellExchange:
+        """Return the blocks that each device sends and receives.
+
+        Args:
+            order: for each shard, the position of its device in the group.
+            ndim: number of dimensions of the tensor.
+        """
+        shards = [order.index(position) for position in range(len(order))]
+        cuts = tuple(len(self.source[0]) if dim == self.dim else 1 for dim in range(ndim))
+        return _exchange_cells(
+            [self.source[shard] for shard in shards],
+            [self.target[shard] for shard in shards],
+            cuts,
+            cuts,
+        )
+
+
+def _exchange_cells(
+    source_cells: Sequence[Sequence[_Cell]],
+    target_cells: Sequence[Sequence[_Cell]],
+    send_cuts: tuple[int, ...],
+    receive_cuts: tuple[int, ...],
+) -> CellExchange:
+    """Return the exchange between the cells of each position, before and after."""
+    group_size = len(source_cells)
     sender = {cell: position for position, cells in enumerate(source_cells) for cell in cells}
     receiver = {cell: position for position, cells in enumerate(target_cells) for cell in cells}
     # Sender and receiver order the cells between them by their index in the full tensor.
     sent = [sorted(cells, key=lambda cell: (receiver[cell], cell)) for cells in source_cells]
     received = [sorted(cells, key=lambda cell: (sender[cell], cell)) for cells in target_cells]
     return CellExchange(
-        tuple(n // source.layout.size(a) for n, a in zip(cuts, before, strict=True)),
-        tuple(n // source.layout.size(a) for n, a in zip(cuts, after, strict=True)),
+        send_cuts,
+        receive_cuts,
         tuple(
             tuple(map(cells.index, order)) for cells, order in zip(source_cells, sent, strict=True)
         ),
         tuple(
-            _count_positions([receiver[cell] for cell in cells], len(group))
+            _count_positions([receiver[cell] for cell in cells], group_size)
             for cells in source_cells
         ),
         tuple(
@@ -168,7 +223,7 @@ def cell_exchange(source: TensorLayout, target: TensorLayout) -> CellExchange:
             for cells, order in zip(target_cells, received, strict=True)
         ),
         tuple(
-            _count_positions([sender[cell] for cell in cells], len(group)) for cells in target_cells
+            _count_positions([sender[cell] for cell in cells], group_size) for cells in target_cells
         ),
     )
 

@@ -14,9 +14,9 @@ from shardwright.core.partition.communication import Communication, InnerReducti
 from shardwright.core.rules import rule_of
 from shardwright.core.rules.rule import Cuts, LocalSharding, Reduce, ShardingRule
 from shardwright.core.runtime.accelerator import forked_generators
-from shardwright.core.runtime.collectives import bound_reduction
 from shardwright.core.runtime.devices import Devices
 from shardwright.core.runtime.equal_replicas import EqualReplicas
+from shardwright.core.runtime.kernel_collectives import bound_reduction
 from shardwright.core.runtime.named_ranges import wrap_reduction
 from shardwright.core.torch_internals.operators import OpOverload, schema_of
 
@@ -81,7 +81,7 @@ class Kernels:
 
     def _bind_reduction(self, inner: InnerReduction) -> Reduce:
         reduction, axes = inner.reduction, inner.axes
-        reduce = bound_reduction(self.devices, axes, reduction.operation, reduction.varying)
+        reduce = bound_reduction(self.devices, axes, reduction)
         if self.devices.named_ranges:
             return wrap_reduction(reduce, reduction, axes, self.devices.matrix)
         return reduce

@@ -66,12 +66,13 @@ class JoinedDims:
             rule = rule_of(op)
             if rule is None:
                 continue
+            moved = rule.factors_of_moved_rows(op)
             tensors = zip((*op.inputs, *op.outputs), (*rule.inputs, *rule.outputs), strict=True)
             for value, names in tensors:
                 for dim, name in enumerate(names):
                     # Dimensions of size 1 are broadcast, so they say nothing about other
-                    # dimensions.
-                    if name is not None and value.shape[dim] > 1:
+                    # dimensions. Rows that move are those of other samples.
+                    if name is not None and name not in moved and value.shape[dim] > 1:
                         # A node is a dimension of a value or a factor of an operator; an edge is an
                         # entry of a rule.
                         self._merge_dim_groups((value, dim), (op, name))

@@ -28,6 +28,7 @@ from shardwright.core.rules import (  # noqa: F401
     local_map,
     loss,
     masked_scatter,
+    moved,
     normalization,
     pointwise,
     pooling,

@@ -1,7 +1,6 @@
-"""Operators that concatenate, split or index along a dimension.
+"""Operators that index along a dimension, or make and remove one.
 
-A dimension that indices select can be sharded (`indexed.py`); one that is concatenated or split
-cannot."""
+A dimension that indices select can be sharded (`indexed.py`)."""
 
 from __future__ import annotations
 
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from shardwright.core.graph.graph import Op, Value
 from shardwright.core.rules.indexed import IndexedDims, one_hot_kernel
+from shardwright.core.rules.moved import slice_of_consecutive_rows
 from shardwright.core.rules.notation import (
     NAMES,
     WithArguments,
@@ -32,17 +32,6 @@ aten = torch.ops.aten
 _ADDING_WRITES = overloads("scatter_add", "index_add")
 
 
-@rule_for(*overloads("cat", "concat", "concatenate"))
-def cat(op: Op) -> ShardingRule:
-    """Concatenation, `b _, b _ -> b _`: all but the concatenated dimension can be sharded.
-
-    As in torch, some inputs may be empty one-dimensional tensors.
-    """
-    dims = unsharded_at(factor_names(op.output), argument(op, "dim"))
-    inputs = [dims if len(v.shape) == len(dims) else (None,) for v in op.inputs]
-    return sharding_rule(op, inputs, (dims,))
-
-
 @rule_for(*overloads("stack"))
 def stack(op: Op) -> ShardingRule:
     """Stacking, `b s, b s -> b _ s`: all but the new dimension can be sharded."""
@@ -51,15 +40,11 @@ def stack(op: Op) -> ShardingRule:
     return sharding_rule(op, [_remove_dim(dims, dim)] * len(op.inputs), (dims,))
 
 
-@rule_for(*overloads("split_with_sizes", "chunk", "unsafe_chunk", "unsafe_split"))
-@rule_for(*overloads("unsafe_split_with_sizes", "narrow"))
-@rule_for(aten.split.Tensor, aten.split.sizes, aten.split.default, *overloads("tensor_split"))
-def split_rule(op: Op) -> ShardingRule:
-    """Split, `b _ -> b _, b _`: all but the split dimension can be sharded."""
+@rule_for(*overloads("narrow"))
+def narrow(op: Op) -> ShardingRule:
+    """Slice whose start may be a tensor, `b _ -> b _`: the sliced dimension cannot be sharded."""
     dims = unsharded_at(factor_names(op.inputs[0]), argument(op, "dim"))
-    # `narrow` may get its start as a tensor, `tensor_split` its sections.
-    others = [(None,) * len(value.shape) for value in op.inputs[1:]]
-    return sharding_rule(op, (dims, *others), (dims,) * len(op.outputs))
+    return sharding_rule(op, (dims, *((None,) * len(v.shape) for v in op.inputs[1:])), (dims,))
 
 
 @rule_for(aten.select.int)
@@ -105,8 +90,8 @@ def unbind(op: Op) -> ShardingRule:
 
 @rule_for(aten.slice.Tensor)
 def slice_rule(op: Op) -> ShardingRule:
-    """Slice, `b _ -> b _`: the sliced dimension can be sharded, `b s -> b s`, only if the slice is
-    the full dimension or every n-th row."""
+    """Slice, `b s -> b s`: the sliced dimension can be sharded if the slice is the full dimension,
+    every n-th row, or consecutive rows whose number and first index the shard count divides."""
     x, dim, step = op.inputs[0], argument(op, "dim"), argument(op, "step")
     # `x[:, :]` is exported as slices over full dimensions; these must not keep a dimension
     # replicated.
@@ -121,6 +106,8 @@ def slice_rule(op: Op) -> ShardingRule:
         return sharding_rule(
             op, (dims,), (dims,), capacity=capacity, kernel=lambda op, local: every_step
         )
+    if step == 1 and not is_full:
+        return slice_of_consecutive_rows(op, dim % len(x.shape), start)
     dims = dims if is_full else unsharded_at(dims, dim)
     return sharding_rule(op, (dims,), (dims,))
 

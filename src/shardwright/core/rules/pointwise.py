@@ -16,7 +16,6 @@ from shardwright.core.rules.notation import (
     factor_names,
     overloads,
     sharding_rule,
-    unsharded_at,
 )
 from shardwright.core.rules.rule import ShardingRule, rule_for
 from shardwright.core.torch_internals.operators import OpOverload, schema_of
@@ -88,14 +87,6 @@ def fake_quantize(op: Op) -> ShardingRule:
     dims = factor_names(op.output)
     channel = (dims[argument(op, "axis")],)
     return sharding_rule(op, (dims, channel, channel), (dims,))
-
-
-@rule_for(*overloads("glu"))
-def glu(op: Op) -> ShardingRule:
-    """Gated linear unit, `b s _ -> b s _`: the dimension whose two halves are multiplied cannot be
-    sharded."""
-    dims = unsharded_at(factor_names(op.output), argument(op, "dim"))
-    return sharding_rule(op, (dims,), (dims,))
 
 
 @rule_for(aten.isin.Tensor_Tensor)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from shardwright.core.graph.graph import Op
+from shardwright.core.layout.collective_spec import MovedRows
 from shardwright.core.layout.layout import DeviceMatrix, TensorLayout, interned_layout
 from shardwright.core.torch_internals import pytree
 from shardwright.errors import StrategyError
@@ -50,8 +51,9 @@ class MainFactors:
     exclusive: tuple[tuple[str, str], ...] = ()
 
 
-# Values of `Reduction.operation`, which the runtime binds to process groups (`bound_reduction`).
+# Values of `Reduction.operation`, which `runtime/kernel_collectives.py` binds to process groups.
 MIRROR, PREVIOUS, NEXT, RING, GATHER = "mirror", "previous", "next", "ring", "gather"
+MOVE = "move"
 
 
 @dataclass(frozen=True)
@@ -68,13 +70,15 @@ class Reduction:
             - `"next"`: shard i receives from shard i + 1, the last from the first;
             - `"ring"`: n - 1 exchanges of kind `"previous"`, overlapped with computation, until
               each tensor has visited all devices; the backward pass repeats them, for the tensors
-              and their gradients.
+              and their gradients;
+            - `"move"`: each shard sends blocks of rows to others, as `moved` lists them.
         varying: whether the gradients of the result differ between devices, so that the backward
             pass runs a collective: a reduce-scatter for an all-gather, otherwise the forward
             collective.
         differentiable: whether the result has a gradient.
         shape, dtype: shape and dtype of the tensor that one device contributes, or of the result of
             an all-gather.
+        moved: the rows that change their shard, if `operation` is `"move"`.
     """
 
     factors: tuple[str, ...]
@@ -83,18 +87,21 @@ class Reduction:
     dtype: torch.dtype
     varying: bool = False
     differentiable: bool = True
+    moved: MovedRows | None = None
 
     @property
     def ordered(self) -> bool:
         """Whether the result of the collective depends on the order of the shards."""
         # Not of a mirror, which reverses the coordinate on each axis, in whatever order axes are.
-        return self.operation in (PREVIOUS, NEXT, RING, GATHER)
+        return self.operation in (PREVIOUS, NEXT, RING, GATHER, MOVE)
 
     @property
     def collective(self) -> str:
         """Name, in `COLLECTIVES`, of the collective of the forward pass."""
         if self.operation == GATHER:
             return "all_gather"
+        if self.moved is not None:
+            return "all_to_all" if self.moved.is_even else "all_to_all_v"
         # A ring counts as its single exchanges, whose number `num_collectives` returns.
         return "permute" if self.operation in (MIRROR, PREVIOUS, NEXT, RING) else "all_reduce"
 
@@ -340,6 +347,14 @@ class ShardingRule:
             for dims in self.outputs
         )
         return inputs, outputs
+
+    def factors_of_moved_rows(self, op: Op) -> frozenset[str]:
+        """Return the factors along which shards of outputs have rows of any shards of inputs."""
+        if self.reductions is no_reductions:
+            return frozenset()
+        reductions = self.reductions(op, dict.fromkeys(self.factors, 2))
+        moves = (each for each in reductions if each.operation in (MIRROR, MOVE))
+        return frozenset(factor for each in moves for factor in each.factors)
 
     def local_output_shapes(
         self, op: Op, shard_counts: Mapping[str, int]

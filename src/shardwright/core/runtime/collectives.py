@@ -27,7 +27,7 @@ from torch import Tensor
 from shardwright.core.layout.axes import Axes, shard_index
 from shardwright.core.layout.collective_spec import CellExchange, cell_exchange
 from shardwright.core.layout.redistribution_step import RedistributionStep
-from shardwright.core.rules.rule import GATHER, MIRROR, NEXT, PREVIOUS, RING, Reduce, TensorFunction
+from shardwright.core.rules.rule import TensorFunction
 from shardwright.core.runtime.collective_errors import program_line
 from shardwright.core.runtime.devices import Devices, Group, Index
 from shardwright.core.runtime.exposed_communication import WaitTimer
@@ -303,20 +303,20 @@ def start_all_reduce(step: RedistributionStep, devices: Devices) -> BoundCollect
 
 
 def _bind_permute(step: RedistributionStep, devices: Devices) -> BoundCollective:
-    return _bind_permutation(step.permutation(), step.axes, devices)
+    return bind_permutation(step.permutation(), step.axes, devices)
 
 
-def _bind_permutation(targets: Sequence[int], axes: Axes, devices: Devices) -> BoundCollective:
+def bind_permutation(targets: Sequence[int], axes: Axes, devices: Devices) -> BoundCollective:
     """Bind a permutation of shards: position i of the group over `axes`, in the order of the mesh,
     sends its shard to position `targets[i]`."""
-    group, send, receive = _make_permutation_splits(targets, axes, devices)
+    group, send, receive = make_permutation_splits(targets, axes, devices)
     return BoundCollective(
         blocking(lambda x: exchange(x, send, receive, group)),
         blocking(lambda g: exchange(g, receive, send, group)),
     )
 
 
-def _make_permutation_splits(
+def make_permutation_splits(
     targets: Sequence[int], axes: Axes, devices: Devices
 ) -> tuple[Group, list[Index], list[Index]]:
     """Return the group over `axes`, and the number of blocks (0 or 1) that this rank sends to, and
@@ -337,11 +337,16 @@ def _make_permutation_splits(
 
 
 def _bind_all_to_all_v(step: RedistributionStep, devices: Devices) -> BoundCollective:
-    group = devices.group(step.axes)
-    forward = cell_exchange(step.source, step.target)
+    return bind_exchange(cell_exchange(step.source, step.target), step.axes, devices)
+
+
+def bind_exchange(exchange: CellExchange, axes: Axes, devices: Devices) -> BoundCollective:
+    """Bind an exchange of cells over `axes` and, for gradients, its inverse."""
+    # Sorted, as the tables of an exchange count positions in the order of the mesh.
+    group = devices.group(tuple(sorted(axes)))
     return BoundCollective(
-        blocking(_bind_cell_exchange(forward, group, devices)),
-        blocking(_bind_cell_exchange(forward.backward, group, devices)),
+        blocking(_bind_cell_exchange(exchange, group, devices)),
+        blocking(_bind_cell_exchange(exchange.backward, group, devices)),
     )
 
 
@@ -364,14 +369,26 @@ def _bind_cell_exchange(exchange: CellExchange, group: Group, devices: Devices) 
     def exchange_cells(x: Tensor) -> Tensor:
         cells = split_cells(x, exchange.send_cuts)
         shape = cells.shape[1:]
-        # By `narrow`, which takes the `SymInt`s of simulated ranks; an index would need one number.
-        flat = torch.cat([torch.narrow(cells, 0, n, 1) for n in send_order]).flatten(1)
+        flat = _order_cells(cells, send_order).flatten(1)
         out = c10d.all_to_all_single(sendable(flat), receive, send, group.name)
         out = complete(out, x.dtype, group)
-        ordered = torch.cat([torch.narrow(out, 0, n, 1) for n in receive_order])
+        ordered = _order_cells(out, receive_order)
         return join_cells(ordered.view(-1, *shape), exchange.receive_cuts)
 
     return exchange_cells
+
+
+def _order_cells(cells: Tensor, order: Sequence[Index]) -> Tensor:
+    """Return the cells along dimension 0 in the order of the indices in `order`."""
+    # By `narrow`, which takes the `SymInt`s of simulated ranks; an index would need one number.
+    runs: list[list[Index]] = []
+    for index in order:
+        if runs and isinstance(index, int) and index == sum(runs[-1]):
+            runs[-1][1] += 1
+        else:
+            runs.append([index, 1])
+    # Consecutive cells at once; those of simulated ranks one by one, as each has its own order.
+    return torch.cat([torch.narrow(cells, 0, *run) for run in runs])
 
 
 def _make_position_indicator(devices: Devices, group: Group, position: int) -> Index:
@@ -393,70 +410,3 @@ BINDINGS: dict[str, Callable[[RedistributionStep, Devices], BoundCollective]] = 
     "all_to_all_v": _bind_all_to_all_v,
 }
 """Functions that bind a redistribution step to process groups, by the type of step."""
-
-
-def bound_reduction(devices: Devices, axes: Axes, operation: str, varying: bool) -> Reduce:
-    """Bind the collective inside an operator's kernel to process groups.
-
-    Args:
-        devices: this rank's view of the devices.
-        axes: the mesh axes over which the collective communicates.
-        operation: "sum" or "max" for an all-reduce of the operand, `GATHER` for an all-gather of
-            shards, or `MIRROR`, `PREVIOUS`, `NEXT` or `RING` for a permutation of shards by
-            point-to-point communication.
-        varying: whether the gradient of the result differs between ranks, so that the backward pass
-            sums it over the group.
-    """
-    group = devices.group(axes)
-    if operation == GATHER:
-        return _bind_kernel_all_gather(devices, axes, varying)
-    if operation in (MIRROR, PREVIOUS, NEXT, RING):
-        # Block i moves to block n-1-i, i-1 or i+1; `order` maps blocks to positions in the group.
-        blocks = range(group.size)
-        following = (*blocks[1:], 0)
-        # Named by the source: with NEXT each rank receives the block of the next one.
-        moved = {MIRROR: blocks[::-1], NEXT: (blocks[-1], *blocks[:-1])}
-        to = dict(zip(blocks, moved.get(operation, following), strict=True))
-        target_of = {group.order[block]: group.order[to[block]] for block in blocks}
-        targets = [target_of[position] for position in blocks]
-        permute = _bind_permutation(targets, axes, devices)
-        # Only a ring overlaps the exchange with computation, and needs its start apart from its
-        # end.
-        if operation != RING:
-            return Reduce(permute, permute.forward.start, identity)
-        group, send, receive = _make_permutation_splits(targets, axes, devices)
-        return Reduce(
-            permute,
-            lambda x: start_exchange(x, send, receive, group),
-            lambda pending: wait(pending, group.waits),
-            program_line,
-        )
-
-    def start(x: Tensor) -> Tensor:
-        # Detached: `BoundCollective` below defines the gradient of the sum. A maximum needs none,
-        # as it only shifts the exponents of a softmax.
-        return c10d.all_reduce(x.detach().contiguous(), operation, group.name)  # type: ignore[no-any-return]
-
-    def finish(x: Tensor) -> Tensor:
-        return wait(x, group.waits)
-
-    def run(x: Tensor) -> Tensor:
-        return finish(start(x))
-
-    if operation != "sum":
-        return Reduce(run, start, finish)
-    # Each rank has one term of a varying gradient; otherwise all ranks have the full gradient.
-    backward = all_reduce(group) if varying else blocking(identity)
-    return Reduce(BoundCollective(blocking(run), backward), start, finish)
-
-
-def _bind_kernel_all_gather(devices: Devices, axes: Axes, varying: bool) -> Reduce:
-    """Bind an all-gather along dimension 0 to the process group over `axes`."""
-    group, index = devices.group(axes), devices.index(axes)
-    gather = all_gather(0, group)
-    own_block = blocking(lambda x: slice_block(x, 0, index, group.size))
-    return Reduce(
-        BoundCollective(gather, reduce_scatter(0, group) if varying else own_block),
-        lambda x: gather.start(x.detach()),
-        lambda pending: gather.finish(pending, pending.dtype),
-    )
