@@ -124,19 +124,16 @@ class AccelerateLoop(Loop):
         return float(self.accelerator.clip_grad_norm_(net.parameters(), MAX_NORM))
 
 
-def accelerate(plan: str, phase: str, path: Path) -> Numbers | None:
+def accelerate(plan: str, phase: str, path: Path) -> Numbers:
     accelerator = Accelerator(cpu=True)
     net = model()
     planned = plan_of(net, plan)
     optimizer = optimizer_of(net)
     net, optimizer, batches = prepare(accelerator, net, optimizer, loader(), plan=planned)
-    has_stages = plan == "pipeline"
     if phase == "resume":
-        if has_stages:
-            return None
         accelerator.load_state(str(path))
     numbers = _epoch(net, optimizer, batches, AccelerateLoop(accelerator))
-    if phase == "save" and not has_stages:
+    if phase == "save":
         accelerator.save_state(str(path))
     return numbers
 
@@ -154,7 +151,7 @@ class FabricLoop(Loop):
 
 def fabric(plan: str, phase: str, path: Path) -> Numbers:
     net = model()
-    strategy = FabricStrategy(plan_of(net, plan), save_distributed_checkpoint=plan == "pipeline")
+    strategy = FabricStrategy(plan_of(net, plan))
     devices = int(os.environ.get("WORLD_SIZE", "1"))
     own = Fabric(accelerator="cpu", devices=devices, strategy=strategy)
     own.launch()
@@ -193,9 +190,7 @@ class Module(LightningModule):
 
 def trainer(plan: str, phase: str, path: Path) -> Numbers:
     net = model()
-    strategy = ShardwrightStrategy(
-        plan_of(net, plan), save_distributed_checkpoint=plan == "pipeline"
-    )
+    strategy = ShardwrightStrategy(plan_of(net, plan))
     own = Trainer(
         accelerator="cpu",
         devices=int(os.environ.get("WORLD_SIZE", "1")),
@@ -218,7 +213,7 @@ def trainer(plan: str, phase: str, path: Path) -> Numbers:
     return module.numbers
 
 
-FRAMEWORKS: dict[str, Callable[[str, str, Path], Numbers | None]] = {
+FRAMEWORKS: dict[str, Callable[[str, str, Path], Numbers]] = {
     "Accelerate": accelerate,
     "Lightning Trainer": trainer,
     "Lightning Fabric": fabric,

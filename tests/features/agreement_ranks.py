@@ -207,7 +207,7 @@ def check_another_batch_is_found_in_the_same_step() -> None:
         assert all(p.grad is None for p in parallel.parameters())
 
 
-def check_equal_parts_are_a_warning() -> None:
+def check_equal_parts_are_a_warning_unless_a_loader_was_not_divided() -> None:
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
@@ -222,6 +222,18 @@ def check_equal_parts_are_a_warning() -> None:
         assert len(messages) == warned, messages
         assert not warned or "call 1: all ranks passed equal values" in messages[0]
     logging.getLogger("shardwright").removeHandler(handler)
+    parallel = sw.parallelize(net, plan, copy=True)
+    with refused(DataError, "call 1: all ranks passed an equal batch of the planned global size"):
+        parallel.train_step(*BATCH)
+    parallel = sw.parallelize(net, plan, copy=True)
+    parallel.train_step(BATCH[0][:2], BATCH[1][:2])
+    with refused(DataError, "call 2: all ranks passed equal values", "in an earlier call"):
+        parallel.train_step(BATCH[0][2:4], BATCH[1][2:4])
+    parallel = sw.parallelize(net, plan, copy=True)
+    # Labels of one class are no sign of an equal batch.
+    for step in range(2):
+        inputs = BATCH[0][:2] + dist.get_rank() + step
+        parallel.train_step(inputs, torch.full((2,), step))
 
 
 def check_own_parts_pass_and_holders_of_one_part_are_compared() -> None:
@@ -267,7 +279,7 @@ CHECKS: tuple[Callable[[], None], ...] = (
     check_a_distributed_sampler_is_refused_in_the_first_call,
     check_another_element_is_found_a_call_later,
     check_another_batch_is_found_in_the_same_step,
-    check_equal_parts_are_a_warning,
+    check_equal_parts_are_a_warning_unless_a_loader_was_not_divided,
     check_own_parts_pass_and_holders_of_one_part_are_compared,
     check_parts_of_different_sizes_are_refused,
     check_smaller_last_batches_on_all_ranks_train,

@@ -192,7 +192,7 @@ def resumes_under_another_plan() -> None:
     fresh.accelerator.save_model(fresh.net, str(folder() / "model"))
 
 
-def plans_of_files_and_stages_train() -> None:
+def plans_of_files_train() -> None:
     (wanted,) = reference(1)
     shapes = torch.zeros(BATCH, 16), torch.zeros(BATCH, dtype=torch.long)
     path = folder() / "plan.json"
@@ -201,12 +201,22 @@ def plans_of_files_and_stages_train() -> None:
         plan.save(path)
     dist.barrier()
     assert_equal_runs(Training(plan=path).epoch(), wanted, with_state=on_rank_0())
-    net = classifier(0, WithLoss)
-    stages = sw.plan(net, shapes, devices=2, stages=2, micro_batches=2)
-    training = Training(net, plan=stages)
-    assert_equal_runs(training.epoch(), wanted, with_state=on_rank_0())
-    with pytest.raises(sw.CheckpointError, match="has 2 pipeline stages with separate optimizers"):
-        training.accelerator.save_state(str(folder() / "stages"))
+
+
+def stages_train_and_resume_as_one_process() -> None:
+    wanted, later = reference(2)
+    shapes = torch.zeros(BATCH, 16), torch.zeros(BATCH, dtype=torch.long)
+    path = folder() / "stages"
+    for stages in (2, 1):
+        net = classifier(0 if stages == 2 else 5, WithLoss)
+        plan = sw.plan(net, shapes, devices=2, stages=stages, micro_batches=2)
+        training = Training(net, plan=plan)
+        if stages == 2:
+            assert_equal_runs(training.epoch(), wanted, with_state=on_rank_0())
+            training.accelerator.save_state(str(path))
+            dist.barrier()
+        training.accelerator.load_state(str(path))
+        assert_equal_runs(training.epoch(), later, with_state=on_rank_0())
 
 
 def computes_in_mixed_precision() -> None:
@@ -276,7 +286,8 @@ CHECKS = (
     counts_each_sample_once,
     local_batches_of_all_loaders_count_each_sample_once,
     resumes_under_another_plan,
-    plans_of_files_and_stages_train,
+    plans_of_files_train,
+    stages_train_and_resume_as_one_process,
     computes_in_mixed_precision,
     refuses_what_would_be_wrong,
 )

@@ -185,23 +185,21 @@ def local_batches_count_each_sample_once() -> None:
 
 def stages_train_and_resume_as_one_process() -> None:
     wanted, later = reference(2)
-    net = classifier(0, WithLoss)
-    plan = sw.plan(net, SHAPES, devices=2, stages=2, micro_batches=2)
-    strategy = ShardwrightStrategy(plan, save_distributed_checkpoint=True)
-    run, trainer = trained(Module(net), strategy)
-    assert_equal_runs(run, wanted, with_state=on_rank_0())
-    trainer.save_checkpoint(folder() / "stages")
-    for stages in (2, 1):
-        net = classifier(9, WithLoss)
-        plan_to_resume = sw.plan(net, SHAPES, devices=2, stages=stages, micro_batches=2)
-        strategy = ShardwrightStrategy(plan_to_resume, save_distributed_checkpoint=True)
-        options = {"ckpt_path": str(folder() / "stages"), "weights_only": False}
-        run, _ = trained(Module(net), strategy, 2, **options)
-        assert_equal_runs(run, later, with_state=on_rank_0())
-    single_file = ShardwrightStrategy(plan)
-    _, trainer = trained(Module(classifier(0, WithLoss)), single_file)
-    with pytest.raises(sw.CheckpointError, match="has 2 pipeline stages with separate optimizers"):
-        trainer.save_checkpoint(folder() / "stages.ckpt")
+    for is_folder in (True, False):
+        path = folder() / ("stages" if is_folder else "stages.ckpt")
+        net = classifier(0, WithLoss)
+        plan = sw.plan(net, SHAPES, devices=2, stages=2, micro_batches=2)
+        strategy = ShardwrightStrategy(plan, save_distributed_checkpoint=is_folder)
+        run, trainer = trained(Module(net), strategy)
+        assert_equal_runs(run, wanted, with_state=on_rank_0())
+        trainer.save_checkpoint(path)
+        for stages in (2, 1):
+            net = classifier(9, WithLoss)
+            plan_to_resume = sw.plan(net, SHAPES, devices=2, stages=stages, micro_batches=2)
+            strategy = ShardwrightStrategy(plan_to_resume, save_distributed_checkpoint=is_folder)
+            options = {"ckpt_path": str(path), "weights_only": False}
+            run, _ = trained(Module(net), strategy, 2, **options)
+            assert_equal_runs(run, later, with_state=on_rank_0())
 
 
 def resumes_under_another_plan() -> None:

@@ -30,7 +30,7 @@ def test_on_two_ranks(ranks: tuple[str, Path], check: str) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", ["one.ckpt", "folder", "stages"])
+@pytest.mark.parametrize("name", ["one.ckpt", "folder", "stages", "stages.ckpt"])
 def test_lightning_reads_the_checkpoints(ranks: tuple[str, Path], name: str) -> None:
     from lightning.fabric.utilities.load import _load_distributed_checkpoint
 

@@ -31,9 +31,9 @@ from shardwright.core.runtime.adopt_optimizer import adopt_parameters_of_model
 from shardwright.core.torch_internals import pytree
 from shardwright.errors import CheckpointError, PlanError
 from shardwright.integrations.full_state import (
-    check_one_stage,
     full_model_state,
     full_optimizer_state,
+    load_full_optimizer_state,
 )
 from shardwright.integrations.plan_on_call import (
     plan_on_first_call,
@@ -261,6 +261,9 @@ class PlannedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         """
         return full_optimizer_state(self.optimizer)
 
+    def load_state_dict(self, state_dict: Any) -> None:
+        load_full_optimizer_state(self.optimizer, state_dict)
+
 
 # The accelerator
 
@@ -381,8 +384,6 @@ def _unwrap_model(accelerator: Any, model: nn.Module, *args: Any, **kwargs: Any)
 
 
 def _save_random_states(models: list[nn.Module], weights: list[Any], folder: str) -> None:
-    for model in models:
-        check_one_stage(model, "`accelerator.save_state`")
     states = [
         (model.execution.random_seed, model.execution.random_step)
         for model in models

@@ -18,9 +18,9 @@ from shardwright.core.plan import Plan
 from shardwright.core.runtime.adopt_optimizer import adopt_parameters_of_model
 from shardwright.errors import CheckpointError
 from shardwright.integrations.full_state import (
-    check_one_stage,
     full_model_state,
     full_optimizer_state,
+    load_full_optimizer_state,
 )
 from shardwright.integrations.lightning_folder import (
     is_distributed_checkpoint,
@@ -52,7 +52,7 @@ class FabricStrategy(PlannedModelsStrategy, FabricDDPStrategy):  # type: ignore[
         plan: the plan of the module or of one of its submodules, or the path of a plan file. None
             plans the module with the first batch.
         save_distributed_checkpoint: whether each rank saves its shards to a folder, which any plan
-            can load; required for pipeline stages. By default a checkpoint is one file, as saved by
+            can load. By default a checkpoint is one file, as saved by
             one process.
         options: options of `sw.plan`, such as `mem_coeff`; only if `plan` is None.
     """
@@ -113,8 +113,6 @@ class FabricStrategy(PlannedModelsStrategy, FabricDDPStrategy):  # type: ignore[
         return full_model_state(module)
 
     def get_optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        for net in self._planned_models.nets:
-            check_one_stage(net, "`fabric.save` without `save_distributed_checkpoint=True`")
         # Fabric passes its own wrapper of the optimizer.
         return full_optimizer_state(getattr(optimizer, "optimizer", optimizer))
 
@@ -142,8 +140,7 @@ class FabricStrategy(PlannedModelsStrategy, FabricDDPStrategy):  # type: ignore[
     ) -> dict[str, Any]:
         path = Path(self.broadcast(path))
         if not is_distributed_checkpoint(path):
-            loaded: dict[str, Any] = super().load_checkpoint(path, state, strict, weights_only)
-            return loaded
+            return self._load_file(path, state, strict, weights_only)
         # Fabric accepts a module in place of a dict.
         state = {"model": state} if isinstance(state, nn.Module) else state
         key, net, optimizers, others = _split_checkpoint_state(_unwrap_objects(state or {}))
@@ -157,6 +154,29 @@ class FabricStrategy(PlannedModelsStrategy, FabricDDPStrategy):  # type: ignore[
             else:
                 state[name] = metadata.pop(name)
         return metadata
+
+    def _load_file(self, path: Path, state: Any, *options: Any) -> dict[str, Any]:
+        """Load a file of one process, of which optimizers take the part of their stage."""
+        if not isinstance(state, dict):
+            state = _FullOptimizer(state) if isinstance(state, Optimizer) else state
+            loaded: dict[str, Any] = super().load_checkpoint(path, state, *options)
+            return loaded
+        optimizers = {n: _FullOptimizer(v) for n, v in state.items() if isinstance(v, Optimizer)}
+        with_optimizers = state | optimizers
+        loaded = super().load_checkpoint(path, with_optimizers, *options)
+        # Fabric replaces values that have no `load_state_dict`.
+        state.update({n: v for n, v in with_optimizers.items() if n not in optimizers})
+        return loaded
+
+
+class _FullOptimizer(Optimizer):
+    """Stand-in for an optimizer, which loads the full state of a run on one process."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        load_full_optimizer_state(self.optimizer, state_dict)
 
 
 class _NoBackwardSyncControl:

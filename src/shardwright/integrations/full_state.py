@@ -13,7 +13,11 @@ from shardwright.core.agreement.collective import is_rank_0
 from shardwright.core.parallel.module import ParallelModule
 from shardwright.core.parallel.whole import whole
 from shardwright.core.torch_internals import pytree
-from shardwright.errors import CheckpointError
+from shardwright.integrations.stage_optimizers import (
+    gather_stages,
+    has_stages_on_any_rank,
+    select_stage,
+)
 
 
 def full_model_state(net: nn.Module) -> OrderedDict[str, Any]:
@@ -55,8 +59,16 @@ def full_optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
 
     Collective. Other ranks get a `state_dict` with None in place of each tensor.
     """
+    if has_stages_on_any_rank(optimizer):
+        return gather_stages(optimizer)
     state: dict[str, Any] = pytree.tree_map(gather_on_rank_0, optimizer.state_dict())
     return state
+
+
+def load_full_optimizer_state(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """Load the full `state_dict` of an optimizer, as of a run on one process. Collective."""
+    in_stages = has_stages_on_any_rank(optimizer)
+    optimizer.load_state_dict(select_stage(optimizer, state) if in_stages else state)
 
 
 def gather_on_rank_0(value: Any) -> Any:
@@ -74,24 +86,3 @@ def has_stages(net: nn.Module) -> bool:
         isinstance(module, ParallelModule) and module.execution.devices.stages > 1
         for module in net.modules()
     )
-
-
-def check_one_stage(net: nn.Module, call_name: str) -> None:
-    """Check that no planned module of `net` has several pipeline stages.
-
-    Args:
-        net: the model.
-        call_name: the call that needs all parameters on one rank, such as `fabric.save`; first
-            words of the error message.
-
-    Raises:
-        CheckpointError: if a planned module has several pipeline stages.
-    """
-    for module in net.modules():
-        if isinstance(module, ParallelModule) and module.execution.devices.stages > 1:
-            raise CheckpointError(
-                f"{call_name}: {type(module).__name__} has {module.execution.devices.stages} "
-                "pipeline stages with separate optimizers, which cannot be saved as one optimizer\n"
-                "save with `sw.save_checkpoint`, which any plan loads, and weights for one process "
-                "with `sw.save_state_dict`"
-            )

@@ -12,9 +12,9 @@ from typing import Any
 from torch.optim import Optimizer
 
 from shardwright.integrations.full_state import (
-    check_one_stage,
     full_model_state,
     full_optimizer_state,
+    load_full_optimizer_state,
 )
 from shardwright.integrations.lightning_folder import (
     is_distributed_checkpoint,
@@ -51,7 +51,7 @@ class ShardwrightStrategy(PlannedModelsStrategy, DDPStrategy):  # type: ignore[m
         plan: the plan of a submodule or of the module itself, or the path of a plan file. None
             plans the models with the first batch.
         save_distributed_checkpoint: whether each rank saves its shards to a folder, which any plan
-            can load; required for pipeline stages. By default a checkpoint is one file, as saved by
+            can load. By default a checkpoint is one file, as saved by
             one process.
         options: options of `sw.plan`, such as `mem_coeff`; only if `plan` is None.
     """
@@ -139,9 +139,6 @@ class ShardwrightStrategy(PlannedModelsStrategy, DDPStrategy):  # type: ignore[m
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         if self._distributed_checkpoints:
             return {}
-        check_one_stage(
-            self.lightning_module, "a checkpoint without `save_distributed_checkpoint=True`"
-        )
         return full_optimizer_state(_unwrap_optimizer(optimizer))
 
     def save_checkpoint(
@@ -169,6 +166,12 @@ class ShardwrightStrategy(PlannedModelsStrategy, DDPStrategy):  # type: ignore[m
             strict=self.lightning_module.strict_loading,
             weights_only=weights_only,
         )
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        states = checkpoint["optimizer_states"]
+        for optimizer, state in zip(self._unwrap_optimizers(), states, strict=False):
+            load_full_optimizer_state(optimizer, state)
+            _optimizers_to_device([optimizer], self.root_device)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         if not self._loaded_folder:

@@ -23,7 +23,7 @@ class PlannedModelsStrategy:
         plan: the plan of the module or of one of its submodules, or the path of a plan file. None
             plans in the first call.
         save_distributed_checkpoint: whether each rank saves its shards to a folder, which any plan
-            can load; required for pipeline stages. By default a checkpoint is one file, as saved by
+            can load. By default a checkpoint is one file, as saved by
             one process.
         options: options of `sw.plan`, such as `mem_coeff`; only if `plan` is None.
     """

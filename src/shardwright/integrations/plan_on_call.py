@@ -24,6 +24,7 @@ from shardwright.core.parallel.module import ParallelModule
 from shardwright.core.plan import Plan
 from shardwright.core.torch_internals import pytree
 from shardwright.errors import PlanError
+from shardwright.integrations.rank_data import DataShards
 
 USER_CLASS = "class_before_planning"
 """Attribute with the user's class, in the temporary class of a model before its first call."""
@@ -103,7 +104,7 @@ def plan_on_first_call(
             ):
                 # Options may name another number of devices.
                 arguments = {"devices": _get_world_size(), **options}
-                plan = plan_model(self, args, kwargs, **arguments)
+                plan = plan_model(self, *_with_global_shapes((args, kwargs), options), **arguments)
                 log.info("planned %s:\n%s", user_class.__name__, plan)
                 parallel = parallelize(self, plan, device)
         # Also after Ctrl-C: the next call then plans again.
@@ -122,6 +123,24 @@ def plan_on_first_call(
     attributes = {**names, "__call__": call, USER_CLASS: user_class}
     unplanned = type(user_class.__name__, (user_class,), attributes)
     set_class(module, unplanned)
+
+
+def _with_global_shapes(call: Any, options: Mapping[str, Any]) -> Any:
+    """Replace the tensors of a local batch in a call by meta tensors of the global batch."""
+    shards = DataShards.of_options(options)
+    if shards.count == 1:
+        return call
+    tensors = [leaf for leaf in pytree.tree_leaves(call) if isinstance(leaf, Tensor) and leaf.ndim]
+    # As `dataset_strategy` recognizes them; other tensors, such as positions, are not sharded.
+    batch_size = tensors[0].shape[0] if tensors else 0
+
+    def enlarge(leaf: Any) -> Any:
+        if not any(leaf is tensor for tensor in tensors) or leaf.shape[0] != batch_size:
+            return leaf
+        shape = (batch_size * shards.count, *leaf.shape[1:])
+        return torch.empty(shape, dtype=leaf.dtype, device="meta")
+
+    return pytree.tree_map(enlarge, call)
 
 
 def set_class(module: nn.Module, module_class: type[nn.Module]) -> None:

@@ -32,7 +32,8 @@ At each call of the model:
   one eighth of the parameters per call.
 - `original`: the model that was passed to `parallelize` is changed or trained. 3 ms in the first 8
   calls and 1 of 256, otherwise 1 us.
-- `batch_guard`: ranks make different calls, or pass different batches. 0.14 ms; 0.36 ms with the
+- `batch_guard`: ranks make different calls, or pass different batches, or equal ones where each
+  should pass its own (`equal_shards`). 0.14 ms; 0.36 ms with the
   full contents of the batch, in the first 10 calls and 1 of 100. Only the first call of each
   signature waits for the comparison. Ranks that call at different times are named by
   `core/runtime/rank_calls`.

@@ -31,6 +31,7 @@ from shardwright.core.agreement.content_hash import (
 )
 from shardwright.core.graph.graph import Graph, Value
 from shardwright.core.layout.layout import TensorLayout
+from shardwright.core.misuse.equal_shards import SHARD_OF_BATCH, EqualShards
 from shardwright.core.misuse.ranks import delay_data_errors, is_due
 from shardwright.core.misuse.training_guard import check_equal_training
 from shardwright.core.partition.decisions import CutAxes
@@ -59,10 +60,6 @@ GLOBAL_BATCH = (
     "Accelerate's `prepare`; to pass a local batch on each rank, plan with "
     "`dataset_strategy='data_parallel'`"
 )
-SHARD_OF_BATCH = (
-    "load batches with `sw.dataloader`, or select samples with `shardwright.run.BatchSampler` or"
-    " `shardwright.run.local_batch`: they give each rank its shard by the plan's `dataset_strategy`"
-)
 
 
 @dataclass(frozen=True)
@@ -75,12 +72,14 @@ class SharedInputs:
         names: names of the inputs, for errors.
         replica_groups: the ranks that pass the same shard, for each shard with several such ranks.
         shard_owners: for each shard, the first rank that passes it.
+        batch_sizes: sizes of dimension 0 of the inputs in the planned global batch.
     """
 
     leaf_indices: tuple[int, ...]
     names: tuple[str, ...]
     replica_groups: tuple[tuple[int, ...], ...]
     shard_owners: tuple[int, ...]
+    batch_sizes: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -95,6 +94,9 @@ class CallComparison:
         hashes: hashes of this rank's inputs; referenced here until the all-reduce has read them.
         work: handle of the asynchronous all-reduce.
         arrival: event recorded after the copy to the host; None on the CPU.
+        is_full: whether the hashes cover the full contents of the inputs.
+        trains: whether the call is one with gradients.
+        is_global: whether sharded inputs have the size of the planned global batch.
     """
 
     call: int
@@ -102,6 +104,9 @@ class CallComparison:
     hashes: Sequence[int] | Sequence[Tensor]
     work: Any
     arrival: DeviceEvent | None
+    is_full: bool
+    trains: bool
+    is_global: bool
 
     def has_arrived(self) -> bool:
         return bool(self.work.is_completed() if self.arrival is None else self.arrival.query())
@@ -121,17 +126,26 @@ class BatchGuard:
         graph: the graph of the module, whose inputs are the arguments of the calls.
         arrivals: mesh axes that shard each dimension of the inputs of which ranks pass shards, by
             input name.
+        micro_batches: number of micro-batches of the planned batch, of which `graph` computes one.
     """
 
-    def __init__(self, devices: Devices, graph: Graph, arrivals: Mapping[str, CutAxes]) -> None:
+    def __init__(
+        self,
+        devices: Devices,
+        graph: Graph,
+        arrivals: Mapping[str, CutAxes],
+        micro_batches: int = 1,
+    ) -> None:
         self._device, self._waits = devices.device, devices.waits
         # A rehearsal has fake ranks, with which nothing can be compared.
         self._active = devices.is_distributed and has_other_ranks()
         self._remedy = SHARD_OF_BATCH if arrivals else GLOBAL_BATCH
-        self._inputs = _group_shared_inputs(devices, graph, arrivals) if self._active else ()
+        self._inputs = (
+            _group_shared_inputs(devices, graph, arrivals, micro_batches) if self._active else ()
+        )
         self._signature_tables: dict[Hashable, Tensor] = {}
         self._calls = 0
-        self._has_warned = False
+        self._equal_shards = EqualShards()
         self._pending_comparisons: deque[CallComparison] = deque()
         self._side_stream = SideStream.of(self._device) if self._active else None
 
@@ -171,12 +185,14 @@ class BatchGuard:
         if len(self._signature_tables) > MAX_CACHED_SIGNATURES:
             del self._signature_tables[next(iter(self._signature_tables))]
         is_full = new or is_due(self._calls, FIRST_CALLS, PERIOD)
-        contents = self._hash_shared_inputs(dict(zip(input_indices, leaves, strict=True)), is_full)
+        leaves_by_input = dict(zip(input_indices, leaves, strict=True))
+        contents = self._hash_shared_inputs(leaves_by_input, is_full)
         # A copy, as the all-reduce overwrites its input.
         rows = table.clone()
         # Writing through NumPy takes a fraction of the time.
         rows.numpy()[dist.get_rank(), -NUM_COLUMNS:] = training_record().take(has_gradients)
-        self._pending_comparisons.append(self._start_rank_comparison(rows, contents))
+        properties = is_full, torch.is_grad_enabled(), self._is_global_batch(leaves_by_input)
+        self._pending_comparisons.append(self._start_rank_comparison(rows, contents, properties))
         # The program of a new signature has other collectives, so no rank may start it alone.
         if new:
             self._check_arrived_comparisons(len(self._pending_comparisons))
@@ -242,6 +258,15 @@ class BatchGuard:
             hashes.append(int(combined) if self._side_stream is None else combined)
         return hashes
 
+    def _is_global_batch(self, leaves: Mapping[int | None, Any]) -> bool:
+        """Whether sharded inputs have the size of the planned global batch."""
+        return all(
+            isinstance(leaf := leaves.get(index), Tensor) and leaf.shape[:1] == (size,)
+            for inputs in self._inputs
+            if len(inputs.shard_owners) > 1
+            for index, size in zip(inputs.leaf_indices, inputs.batch_sizes, strict=True)
+        )
+
     def _make_row_table(self, signature: Hashable, leaves: Sequence[Any]) -> Tensor:
         """Return a table of zeros (`CallComparison.rows`), with this rank's signature and batch
         size."""
@@ -253,13 +278,17 @@ class BatchGuard:
         return table
 
     def _start_rank_comparison(
-        self, rows: Tensor, contents: list[int] | list[Tensor]
+        self,
+        rows: Tensor,
+        contents: list[int] | list[Tensor],
+        properties: tuple[bool, bool, bool],
     ) -> CallComparison:
         """Start an all-reduce of the tables of all ranks, which is faster than an all-gather.
 
         Args:
             rows: this rank's table, with the shape of `CallComparison.rows`.
             contents: the result of `_hash_shared_inputs`.
+            properties: the last three fields of the comparison.
         """
         rank = dist.get_rank()
         columns = slice(2, 2 + len(contents))
@@ -270,7 +299,7 @@ class BatchGuard:
             # For a few numbers, `dist.all_reduce` takes twice as long on the host.
             assert dist.group.WORLD is not None
             work = dist.group.WORLD.allreduce([rows])
-            return CallComparison(self._calls, rows, contents, work, None)
+            return CallComparison(self._calls, rows, contents, work, None, *properties)
         with self._side_stream.after_program():
             rows = pinned(rows)
             device_rows = rows.to(self._device, non_blocking=True)
@@ -280,7 +309,8 @@ class BatchGuard:
             work = dist.all_reduce(device_rows, async_op=True)
             work.wait()  # only the stream waits
             rows.copy_(device_rows, non_blocking=True)
-            return CallComparison(self._calls, rows, contents, work, self._side_stream.event())
+            event = self._side_stream.event()
+            return CallComparison(self._calls, rows, contents, work, event, *properties)
 
     def _check_arrived_comparisons(self, min_count: int) -> None:
         """Check pending comparisons that have finished, oldest first.
@@ -298,7 +328,10 @@ class BatchGuard:
                 comparison.wait()
             min_count -= 1
             with delay_data_errors():
-                self._check_rows_of_ranks_are_equal(comparison.call, comparison.rows.tolist())
+                rows = comparison.rows.tolist()
+                # First, as equal rows are what this check is about.
+                self._check_batch_shards_differ(comparison, rows)
+                self._check_rows_of_ranks_are_equal(comparison.call, rows)
 
     def _check_rows_of_ranks_are_equal(self, call: int, rows: list[list[int]]) -> None:
         """Check that all ranks have equal rows for one call.
@@ -310,8 +343,6 @@ class BatchGuard:
         Raises:
             DataError: if signatures, batch sizes, or inputs that must be equal differ.
         """
-        # Before the return below, as equal rows are what this warning is about.
-        self._warn_if_batch_shards_are_equal(call, rows)
         if rows.count(rows[0]) == len(rows):
             return
         # The size first: it names the difference, which the signature contains too.
@@ -337,25 +368,30 @@ class BatchGuard:
                         )
         check_equal_training(call, [row[-NUM_COLUMNS:] for row in rows])
 
-    def _warn_if_batch_shards_are_equal(self, call: int, rows: list[list[int]]) -> None:
-        """Warn once if ranks that should pass different shards of the batch pass equal shards."""
-        for column, inputs in enumerate(self._inputs, 2):
-            hashes = {rows[rank][column] for rank in inputs.shard_owners}
-            # The hash 0 stands for inputs that are not compared, such as sparse tensors.
-            if len(inputs.shard_owners) > 1 and len(hashes) == 1 and hashes != {0}:
-                if not self._has_warned:
-                    log.warning(
-                        "call %d: all ranks passed equal values for input %s, but each should pass"
-                        " its own shard of the batch\n%s",
-                        call,
-                        ", ".join(map(repr, inputs.names)),
-                        SHARD_OF_BATCH,
-                    )
-                self._has_warned = True
+    def _check_batch_shards_differ(self, comparison: CallComparison, rows: list[list[int]]) -> None:
+        """Check ranks that should pass different shards of the batch for equal shards."""
+        sharded = {c: i for c, i in enumerate(self._inputs, 2) if len(i.shard_owners) > 1}
+        # One input may well be equal on all ranks, such as labels of one class.
+        is_equal = all(
+            rows[rank][column] == rows[0][column]
+            for column, inputs in sharded.items()
+            for rank in inputs.shard_owners
+        )
+        hashes = tuple(rows[0][column] for column in sharded)
+        # The hash 0 stands for inputs that are not compared, such as sparse tensors.
+        if comparison.is_full and is_equal and any(hashes):
+            names = ", ".join(repr(name) for inputs in sharded.values() for name in inputs.names)
+            self._equal_shards.check(
+                comparison.call,
+                names,
+                hashes,
+                trains=comparison.trains,
+                is_global=comparison.is_global,
+            )
 
 
 def _group_shared_inputs(
-    devices: Devices, graph: Graph, arrivals: Mapping[str, CutAxes]
+    devices: Devices, graph: Graph, arrivals: Mapping[str, CutAxes], micro_batches: int
 ) -> tuple[SharedInputs, ...]:
     """Group the inputs of a graph by their sharding over the ranks."""
     layout, world = devices.matrix, dist.get_world_size()
@@ -376,7 +412,9 @@ def _group_shared_inputs(
         names = tuple(graph.inputs[index].name for index in indices)
         replica_groups = tuple(tuple(ranks) for ranks in ranks_of_shard.values() if len(ranks) > 1)
         owners = tuple(ranks[0] for ranks in ranks_of_shard.values())
-        result.append(SharedInputs(tuple(indices), names, replica_groups, owners))
+        sizes = [graph.inputs[index].shape[:1] for index in indices]
+        batch_sizes = tuple(size[0] * micro_batches if size else 0 for size in sizes)
+        result.append(SharedInputs(tuple(indices), names, replica_groups, owners, batch_sizes))
     return tuple(result)
 
 

@@ -83,8 +83,10 @@ def _refuse_saving_partial_state(saved_part: str) -> None:
     )
 
 
-def refuse_to_save_stage(module: nn.Module, names: Collection[str]) -> None:
+def adapt_state_dicts_of_stage(module: nn.Module, names: Collection[str]) -> None:
     """Make state dicts of a stage and its submodules reject pickling if entries are missing.
+
+    `load_state_dict` accepts a state of all stages, and loads the entries of this stage.
 
     Args:
         module: this rank's pipeline stage of the model.
@@ -94,10 +96,23 @@ def refuse_to_save_stage(module: nn.Module, names: Collection[str]) -> None:
         prefix = f"{path}." if path else ""
         present = state_names(child)
         of_child = (n.removeprefix(prefix) for n in names if n.startswith(prefix))
-        # One missing entry suffices to recognize an incomplete state dict.
-        missing = next((name for name in of_child if name not in present), None)
-        if missing is not None:
-            child.register_state_dict_post_hook(partial(_convert_to_stage_tensors, missing))
+        missing = [name for name in of_child if name not in present]
+        if missing:
+            # One missing entry suffices to recognize an incomplete state dict.
+            child.register_state_dict_post_hook(partial(_convert_to_stage_tensors, missing[0]))
+            drop = partial(_drop_entries_of_other_stages, missing)
+            child.register_load_state_dict_pre_hook(drop)
+
+
+def _drop_entries_of_other_stages(
+    missing: list[str], module: nn.Module, state: dict[str, Any], prefix: str, *_: object
+) -> None:
+    """Drop from a state to load what only other stages have; a pre-hook of `load_state_dict`."""
+    # Inside `whole` the module has the tensors of all stages.
+    present = state_names(module)
+    for name in missing:
+        if name not in present:
+            state.pop(prefix + name, None)
 
 
 def _convert_to_stage_tensors(

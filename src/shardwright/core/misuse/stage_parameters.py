@@ -102,11 +102,10 @@ def _wrap_load_of_module(load: _Load) -> _Load:
             return load(module, state, *args, **kwargs)
         except RuntimeError as error:
             names = set(state) if isinstance(state, Mapping) else set()
-            # One of the two has the names of all stages, the other those of one.
+            # A state of all stages is loaded into each of them.
             if not any(
                 set(stage.parameters) <= names & stage.stages.keys() < stage.stages.keys()
-                or (planned is module and stage.stages.keys() <= names)
-                for planned, stage in stage_models().items()
+                for stage in stage_models().values()
             ):
                 raise
             raise PlanError(

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from shardwright.core.capture.filled_state import check_filled
 from shardwright.core.graph.graph import Value
-from shardwright.core.misuse.batch_guard import BatchGuard
 from shardwright.core.parallel.bound_program import BoundStep
 from shardwright.core.parallel.call import Call, argument_key
 from shardwright.core.parallel.call_leaves import full_leaves, has_dtensors
@@ -262,7 +261,7 @@ class Execution(ModelCalls):
         )
         if self.initialization is not None:
             result.initialization = self.initialization.of_copy()
-        result._guard = BatchGuard(self.devices, graph, self.partitioned.decisions.arrivals)
+        result._guard = self._make_batch_guard()
         result._state = self._state.of_copy(
             module, result.captured_hooks if graph.python is None else module
         )

@@ -104,7 +104,7 @@ class ModelCalls(Recapture):
         self._compiler: Callable[[Program], Program] | None = None
         self._forwards: dict[tuple[Any, ...], BoundProgram] = {}
         self._train_steps: dict[tuple[Any, ...], BoundStep] = {}
-        self._guard = BatchGuard(devices, graph, partitioned.decisions.arrivals)
+        self._guard = self._make_batch_guard()
         gradient_guard = GradientGuard.of(
             devices, has_local_batches=bool(partitioned.decisions.arrivals)
         )
@@ -122,6 +122,15 @@ class ModelCalls(Recapture):
         prefix = ("micro-batch",) if graph.is_term_of_batch else ()
         self._planned_program: tuple[Any, ...] = (*prefix, *self._planned_specialization)
         self._cache_planned_program()
+
+    def _make_batch_guard(self) -> BatchGuard:
+        partitioned = self.partitioned
+        return BatchGuard(
+            self.devices,
+            partitioned.graph,
+            partitioned.decisions.arrivals,
+            partitioned.pipeline.micro_batches,
+        )
 
     @property
     def programs(self) -> tuple[Program, ...]:

@@ -15,7 +15,7 @@ from shardwright.core.graph.graph import Graph, Op, Value
 from shardwright.core.graph.split import assign_neighbors
 from shardwright.core.lower.program import Program
 from shardwright.core.misuse.manual_updates import ManualUpdates, manual_updates
-from shardwright.core.misuse.partial_state import refuse_to_save_stage
+from shardwright.core.misuse.partial_state import adapt_state_dicts_of_stage
 from shardwright.core.misuse.stage_parameters import watch_optimizers_of_stages
 from shardwright.core.parallel.execution import Execution, StepCall
 from shardwright.core.parallel.pipeline_stage import RankStages
@@ -40,7 +40,7 @@ class PipelineExecution(Execution):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._register_parameters_of_stage()
-        refuse_to_save_stage(self.module, state_names(self.template))
+        adapt_state_dicts_of_stage(self.module, state_names(self.template))
 
     def for_copy(self, module: nn.Module, memo: dict[int, Any]) -> Execution:
         result = super().for_copy(module, memo)

@@ -22,6 +22,9 @@ from shardwright.errors import PlanError
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 
+ORDER = "order_in_one_process"
+"""Attribute of an adopted optimizer with the parameters that it had before it was adopted."""
+
 
 @dataclass(eq=False)
 class ParameterOrigin:
@@ -78,8 +81,9 @@ def mark_planned(
         parameters: the planned parameters, by name.
         origins: the origins of the model's parameters, by name.
     """
-    # Of the whole model, as a rank with pipeline stages has only some of the parameters.
-    model_origins = frozenset(origins.values())
+    # Of the whole model and in its order, as a rank with pipeline stages has only some of the
+    # parameters.
+    model_origins = tuple(origins.values())
     for name, parameter in parameters.items():
         parameter.origin = origins[name]  # type: ignore[attr-defined]
         parameter.model_origins = model_origins  # type: ignore[attr-defined]
@@ -130,6 +134,7 @@ def adopt(optimizer: AnyOptimizer, net: nn.Module) -> AnyOptimizer:
                 parameters.append(planned_by_origin[origin])
         groups.append(parameters)
     # Only after all checks, so that an error leaves the optimizer unchanged.
+    _remember_order(optimizer)
     for group, parameters in zip(optimizer.param_groups, groups, strict=True):
         # In place, since some optimizers, such as LBFGS, keep a reference to the list.
         group["params"][:] = parameters
@@ -150,6 +155,7 @@ def adopt_parameters_of_model(optimizer: Optimizer, net: nn.Module) -> None:
     model_origins = frozenset[ParameterOrigin]().union(
         *(getattr(parameter, "model_origins", ()) for parameter in net.parameters())
     )
+    _remember_order(optimizer)
     for group in optimizer.param_groups:
         parameters = []
         for parameter in group["params"]:
@@ -165,6 +171,31 @@ def adopt_parameters_of_model(optimizer: Optimizer, net: nn.Module) -> None:
                 parameters.append(new)
         # In place, since some optimizers, such as LBFGS, keep a reference to the list.
         group["params"][:] = parameters
+
+
+def _remember_order(optimizer: Optimizer) -> None:
+    """Remember the order of an optimizer's parameters before those of other stages are removed."""
+    groups = vars(optimizer).get(ORDER) or [group["params"] for group in optimizer.param_groups]
+    vars(optimizer)[ORDER] = [
+        # Origins where possible, since the parameters would be kept in memory.
+        [each if isinstance(each, ParameterOrigin) else origin_of(each) or each for each in group]
+        for group in groups
+    ]
+
+
+def order_in_one_process(optimizer: Optimizer) -> list[list[ParameterOrigin | nn.Parameter]]:
+    """Return the parameters of each group as of a run on one process, with those of all stages.
+
+    They are origins where parameters have one. Empty if the optimizer was created after planning.
+    """
+    order: list[list[ParameterOrigin | nn.Parameter]] = vars(optimizer).get(ORDER, [])
+    return order
+
+
+def origins_of_model(parameter: Tensor) -> tuple[ParameterOrigin, ...]:
+    """Return the origins of all parameters of a planned parameter's model, in their order there."""
+    origins: tuple[ParameterOrigin, ...] = getattr(parameter, "model_origins", ())
+    return origins
 
 
 def origin_of(parameter: Tensor) -> ParameterOrigin | None:
