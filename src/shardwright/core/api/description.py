@@ -123,7 +123,9 @@ def _describe_module_and_code(module: nn.Module, seen: Seen) -> Iterator[str]:
                 yield name
                 yield from description_lines(attribute, seen)
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        yield f"{name} {tensor.dtype} {list(tensor.shape)} {tensor.requires_grad}"
+        is_lazy = nn.parameter.is_lazy(tensor)  # without a shape, which the capture refuses
+        shape = "lazy" if is_lazy else list(tensor.shape)
+        yield f"{name} {tensor.dtype} {shape} {tensor.requires_grad}"
 
 
 def hash_of_code(code: CodeType) -> str:

@@ -9,6 +9,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from shardwright.core.parallel.module import ParallelModule
 from shardwright.core.parallel.module_wrapper import wrapped_model
+from shardwright.core.runtime.adopt_optimizer import is_planned_parameter
 from shardwright.core.torch_internals.distributed import ReplicatedModule
 from shardwright.errors import PlanError
 
@@ -59,6 +60,12 @@ def check_not_distributed(net: nn.Module) -> None:
     # `parallelize_module` changes parameters, but not the classes of modules.
     for name, parameter in net.named_parameters():
         if isinstance(parameter, DTensor):
+            if is_planned_parameter(parameter):
+                raise PlanError(
+                    f"parameter {name!r} is in another planned model too, whose plan shards it\n"
+                    "plan one module that calls both models, or copy the submodule that they share"
+                    " (`copy.deepcopy`) before the first `sw.parallelize`"
+                )
             raise PlanError(
                 f"parameter {name!r} is a DTensor already (as from `parallelize_module`), but "
                 f"`sw.parallelize` shards parameters itself\n"

@@ -165,6 +165,10 @@ def _is_data_variable(value: Any) -> bool:
     return hasattr(value, "__dict__") and not defined
 
 
-def is_library(name: str) -> bool:
-    """Return whether a Python module belongs to a known library instead of user code."""
-    return name.partition(".")[0] in _LIBRARIES
+def is_library(name: str | None) -> bool:
+    """Return whether a Python module belongs to a known library instead of user code.
+
+    Args:
+        name: name of the module; None for code that was compiled without one.
+    """
+    return name is not None and name.partition(".")[0] in _LIBRARIES

@@ -126,6 +126,8 @@ class TracedAttributes:
             # Code that reads `__dict__`, as `vars(self)` does, may depend on every attribute.
             if path is not None and name == "__dict__" and _is_user_code(sys._getframe(1)):
                 self._read_as_dict[path] = None
+                # An entry that no attribute has: new attributes count as well.
+                self.reads[path, name] = None
                 names = vars(module).keys() - OF_TORCH
                 # Sorted: the order of a set differs between processes, and `Graph.attributes` keeps
                 # this order.

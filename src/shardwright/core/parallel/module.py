@@ -74,7 +74,7 @@ class Copyable:
         # As an instance of the user's class, since this method would call itself, and without the
         # execution, which refers to process groups.
         parallel_class, execution = type(self), vars(self).pop("execution")
-        object.__setattr__(self, "__class__", parallel_class.__bases__[-1])
+        object.__setattr__(self, "__class__", user_class_of(parallel_class))
         try:
             result = deepcopy(self, memo)
         finally:
@@ -98,7 +98,7 @@ class ParallelModule(Copyable, nn.Module):
 
     The class of a planned model is derived from this class and from the user's. The model has the
     methods, attributes, parameters, buffers and names of the user's model; on several devices its
-    parameters are DTensors. Parameters that only other pipeline stages read are None.
+    parameters are DTensors. Parameters that only other pipeline stages read cannot be used.
 
     Called with the global batch on every rank, the model returns the results of the user's model.
     Scalars are replicated. Other tensors are replicated if the model returns no loss; otherwise
@@ -252,11 +252,7 @@ def parallel_module(
             type(module).__name__,
             COMPILE_REMEDY,
         )
-    # Not by assignment, which a `__setattr__` of the model may intercept.
-    is_staged = partitioned.pipeline.stages > 1
-    parallel_class = _derive_planned_class(stored, user_forward, is_staged)
-    execution.class_names = frozenset(vars(parallel_class))
-    object.__setattr__(stored, "__class__", parallel_class)
+    _set_planned_class(stored, execution, user_forward, partitioned.pipeline.stages > 1)
     assert isinstance(stored, ParallelModule)
     # Guards on the user's Python would see the `forward` that this sets on submodules.
     if devices.mesh is not None and partitioned.graph.python is None:
@@ -266,8 +262,30 @@ def parallel_module(
     return stored
 
 
+def _set_planned_class(
+    module: nn.Module, execution: Execution, user_forward: Callable[..., Any], is_staged: bool
+) -> None:
+    """Give a planned model a class that is derived from its own and from `ParallelModule`."""
+    # Python accepts a class with the same memory layout only, which follows the first base. That of
+    # `ParallelModule` differs if the user's class has a base with `__slots__` before `nn.Module`,
+    # such as `abc.ABC` or `typing.Generic`.
+    for is_user_class_first in (False, True):
+        parallel_class = _derive_planned_class(module, user_forward, is_staged, is_user_class_first)
+        execution.class_names = frozenset(vars(parallel_class))
+        try:
+            # Not by assignment, which a `__setattr__` of the model may intercept.
+            object.__setattr__(module, "__class__", parallel_class)
+            return
+        except TypeError:
+            if is_user_class_first:
+                raise
+
+
 def _derive_planned_class(
-    module: nn.Module, user_forward: Callable[..., Any], is_staged: bool
+    module: nn.Module,
+    user_forward: Callable[..., Any],
+    is_staged: bool,
+    is_user_class_first: bool = False,
 ) -> type[ParallelModule]:
     """Derive the class of a planned model, with or without pipeline stages, from the user's class.
 
@@ -303,8 +321,22 @@ def _derive_planned_class(
             calls[name] = _wrap_decoder_errors(name, getattr(user_class, name))
     if is_staged:
         calls["named_parameters"] = refuse_pairs_with_full_models(user_class.named_parameters)
-    # The user's class last: `whole` and `__deepcopy__` find it as `__bases__[-1]`.
-    return type(user_class.__name__, (ParallelModule, user_class), {**names, **calls})
+    namespace = {**names, **calls}
+    if not is_user_class_first:
+        return type(user_class.__name__, (ParallelModule, user_class), namespace)
+    # Members of the first base come before those of `ParallelModule`, unless the class has them.
+    of_planned = vars(Copyable) | vars(ParallelModule)
+    inherited = {n: m for n, m in of_planned.items() if n not in _OF_EVERY_CLASS}
+    bases = (user_class, ParallelModule)
+    return type(user_class.__name__, bases, {**inherited, **namespace})
+
+
+_OF_EVERY_CLASS = frozenset(vars(type("", (), {}))) | {"__annotations__", "__parameters__"}
+
+
+def user_class_of(parallel_class: type[ParallelModule]) -> type[nn.Module]:
+    """Return the user's class, from which the class of a planned model is derived."""
+    return next(base for base in parallel_class.__bases__ if base is not ParallelModule)
 
 
 def _wrap_initializer(initialize: Callable[..., Any]) -> Callable[..., Any]:
@@ -375,8 +407,18 @@ def _exclude_from_compile(call: Callable[..., Any]) -> Callable[..., Any]:
     return called
 
 
+def refuse_training(*_: Any, **__: Any) -> NoReturn:
+    """Take the place of methods, and hooks of parameters, inside `sw.whole`."""
+    raise PlanError(
+        "a model cannot be trained inside `sw.whole`, where its parameters are copies that no "
+        "optimizer updates\ntrain the model outside `sw.whole`"
+    )
+
+
 def _check_reserved_names(module: nn.Module) -> None:
     for name in sorted(_RESERVED_NAMES):
+        if vars(module).get(name) is refuse_training:  # copied inside `sw.whole`
+            del vars(module)[name]
         # `compile` and `to_empty` exist in every module: only overrides are refused.
         is_overridden = getattr(type(module), name, None) is not getattr(nn.Module, name, None)
         if name in vars(module) or is_overridden:

@@ -32,7 +32,7 @@ from shardwright.errors import PlanError
 class PipelineExecution(Execution):
     """Runs the chunks of this rank's pipeline stage.
 
-    Parameters and buffers that only other stages read are None. `train_step` runs forward and
+    Parameters and buffers that only other stages read cannot be used. `train_step` runs forward and
     backward over all micro-batches; a call under `torch.no_grad()` returns full outputs on every
     rank.
     """

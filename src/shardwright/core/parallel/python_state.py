@@ -31,6 +31,7 @@ from shardwright.core.capture.attributes import (
 )
 from shardwright.core.capture.global_variables import GLOBALS
 from shardwright.core.misuse.calls_of_parts import explains_calls
+from shardwright.core.parallel.class_members import READ_AS_DICT, ClassMembers
 from shardwright.core.parallel.unavailable import Unavailable
 from shardwright.core.torch_internals import pytree
 from shardwright.core.torch_internals.hooks import (
@@ -109,6 +110,7 @@ class PythonState:
             for path, child in self._by_path.items()
         }
         self._num_backward_hooks = self._count_backward_hooks()
+        self._members = ClassMembers(self._by_path)
         self.watch(attributes)
 
     def of_copy(self, module: nn.Module, hooked_module: nn.Module) -> PythonState:
@@ -131,6 +133,7 @@ class PythonState:
             for path, position, of_model, _ in self._captured_hooks
         ]
         result._record_planned_submodules()
+        result._members = self._members.of_copy(result._by_path)
         result._names, result._keys = dict(self._names), dict(self._keys)
         result._referenced_values = dict(self._referenced_values)
         result._record_python_state()
@@ -297,8 +300,11 @@ class PythonState:
         objects: dict[int, tuple[Any, str, frozenset[str]]] = {}
         of_class: dict[tuple[type, str], Any] = {}
         self._missing: tuple[list[dict[str, Any]], list[str]] = ([], [])
-        seen: list[Hashable] = []
-        contents = []
+        read_as_dict = [path for path, name in self._names if name == READ_AS_DICT]
+        new_names, replaced = self._members.update(read_as_dict)
+        self._names.update(dict.fromkeys(new_names, MISSING))
+        seen: list[Hashable] = [*replaced.items()]
+        contents = [f"{name} is replaced" for name in replaced]
         self.changed_buffers = []
         for (path, name), captured in self._names.items():
             value, names = variable(self._by_path, path, name), variables_at(self._by_path, path)
@@ -359,6 +365,8 @@ class PythonState:
                 return False
             # A name that was looked up in the class now exists on the instance.
             if any(map(contains, *self._missing)):
+                return False
+            if self._members.have_changed():
                 return False
             return all(unchanged() for unchanged in self._change_checks)
         except (

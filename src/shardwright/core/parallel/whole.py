@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwright.core.misuse.calls_of_parts import explain_calls_of_parts, leave_calls_of_parts
 from shardwright.core.parallel.execution import Execution
-from shardwright.core.parallel.module import ParallelModule
+from shardwright.core.parallel.module import ParallelModule, refuse_training, user_class_of
 from shardwright.core.parallel.module_wrapper import wrapped_model
 from shardwright.core.parallel.stages_of_tensors import (
     explain_tensors_of_other_stages,
@@ -79,7 +79,7 @@ def whole(
         undo.callback(object.__setattr__, net, "__class__", parallel_class)
         # So that the model can be pickled: an execution refers to process groups.
         undo.callback(vars(net).__setitem__, "execution", vars(net).pop("execution"))
-        object.__setattr__(net, "__class__", parallel_class.__bases__[-1])
+        object.__setattr__(net, "__class__", user_class_of(parallel_class))
         versions = {name: version(tensor) for name, tensor in parameters.items()}
         yield net
         for name, parameter in parameters.items():
@@ -223,8 +223,8 @@ def _restore_original_module(net: nn.Module, execution: Execution, undo: ExitSta
     add_forward_hooks(net, execution.captured_hooks)
     add_forward_hooks(net, later_hooks)
     attributes: dict[str, Any] = {
-        "train_step": _refuse_training,
-        "clip_grad_norm_": _refuse_training,
+        "train_step": refuse_training,
+        "clip_grad_norm_": refuse_training,
     }
     attributes |= {n: f for n, f in vars(execution.captured_hooks).items() if n == "forward"}
     for name, value in attributes.items():
@@ -236,11 +236,4 @@ def _restore_original_module(net: nn.Module, execution: Execution, undo: ExitSta
     for parameter in net.parameters():
         if parameter.requires_grad:
             # Gradients of the copies would be lost at the end of the context.
-            parameter.register_hook(_refuse_training)  # type: ignore[no-untyped-call]
-
-
-def _refuse_training(*_: Any, **__: Any) -> NoReturn:
-    raise PlanError(
-        "a model cannot be trained inside `sw.whole`, where its parameters are copies that no "
-        "optimizer updates\ntrain the model outside `sw.whole`"
-    )
+            parameter.register_hook(refuse_training)  # type: ignore[no-untyped-call]
