@@ -355,9 +355,9 @@ class BatchGuard:
             if signature != rows[0][0]:
                 raise DataError(
                     f"call {call}: on rank {rank} the arguments, the training mode of the model, or"
-                    " attributes and global variables that `forward` reads differ from rank 0\ntrain"
-                    " and evaluate on all ranks at the same time, with inputs of the same shapes, and"
-                    f" set attributes equally; {self._remedy}"
+                    " attributes and global variables that `forward` reads differ from rank 0\n"
+                    "train and evaluate on all ranks at the same time, with inputs of the same"
+                    f" shapes, and set attributes equally; {self._remedy}"
                 )
         for column, inputs in enumerate(self._inputs, 2):
             for first, *others in inputs.replica_groups:
