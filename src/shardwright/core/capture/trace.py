@@ -65,6 +65,7 @@ from shardwright.core.capture.signature import (
     take_as_buffers,
 )
 from shardwright.core.capture.sliced_losses import read_all_tokens_in_losses
+from shardwright.core.capture.sliced_projections import split_sliced_projections
 from shardwright.core.capture.sorted_rows import fold_sorted_experts
 from shardwright.core.capture.static_modules import make_static
 from shardwright.core.capture.traced_attributes import TracedAttributes
@@ -217,6 +218,7 @@ def fold_operators(rewritten: CanonicalTrace, call: CapturedCall) -> Graph:
     move_flattening_down(graph)
     remove_dead(graph)
     read_all_tokens_in_losses(graph)
+    split_sliced_projections(graph)
     remove_dead(graph)
     captured = build_graph(call, graph, signature, sources)
     check_memory(module, captured)
