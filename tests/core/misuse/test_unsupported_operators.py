@@ -40,6 +40,15 @@ def test_other_optimizers_run(kind: type[torch.optim.Optimizer]) -> None:
     assert trained(lambda p: kind(p, lr=0.1)).to_local().lt(1).all()  # type: ignore[call-arg]
 
 
+def test_tensors_of_different_shapes_are_not_equal() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    columns = DTensor.from_local(torch.ones(4, 2), mesh, [Shard(1)])
+    rows = DTensor.from_local(torch.ones(2), mesh, [Shard(0)])
+    assert not torch.equal(rows, columns)
+    assert not torch.equal(columns, rows)
+    assert torch.equal(columns, columns)
+
+
 @pytest.mark.parametrize(
     "meet",
     [

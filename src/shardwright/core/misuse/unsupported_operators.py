@@ -84,6 +84,7 @@ def compute_unsupported_operators() -> None:
     The change applies to all DTensors of this process.
     """
     set_operator_handler(aten.index_put_.default, _assign_indexed_elements)
+    set_operator_handler(aten.equal.default, _compare_tensors)
     for operator in operators_in_namespace("aten"):
         if (view := _find_out_of_place_view(operator)) is not None:
             set_operator_handler(operator, partial(_apply_view_in_place, view))
@@ -111,6 +112,17 @@ def _assign_indexed_elements(args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     mesh = next(leaf.device_mesh for leaf in leaves if isinstance(leaf, DTensor))
     _check_tensors_equal_on_ranks(operator, leaves, mesh)
     return compute_on_full_tensors(operator, args, kwargs)
+
+
+def _compare_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Compute `torch.equal` of DTensors, False for tensors of different shapes.
+
+    PyTorch would shard the second tensor along the dimensions of the first, which it may not have.
+    """
+    first, second = _find_tensor_arguments(args, kwargs)
+    if first.shape != second.shape:
+        return False
+    return run_unless_mixed(aten.equal.default, _run_operator_on_mixed_tensors, args, kwargs)
 
 
 def _assign_dtensor_data(tensor: DTensor, value: Any) -> None:
