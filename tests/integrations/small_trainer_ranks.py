@@ -2,6 +2,7 @@
 
 python small_trainer_ranks.py train FOLDER
 python small_trainer_ranks.py resume FOLDER CHECKPOINT
+python small_trainer_ranks.py save_on_rank_0 FOLDER
 """
 
 from __future__ import annotations
@@ -36,13 +37,26 @@ def small_trainer(
     return cls(language_model(), arguments, train_dataset=Sentences())
 
 
+class SavesOnRank0(Trainer):
+    """As some versions of `Trainer`, which call `_save` on rank 0 only."""
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        if self.args.should_save:
+            self._save(output_dir)
+
+
+class PlannedSavesOnRank0(ShardwrightTrainer, SavesOnRank0):
+    pass
+
+
 DECAYING = {"lr_scheduler_type": "cosine", "learning_rate": 1e-2}
 """Options under which an optimizer or a schedule that starts anew trains other weights."""
 
 
-def main(folder: str, checkpoint: str | None = None) -> None:
-    small_trainer(Path(folder), 4, **DECAYING).train(resume_from_checkpoint=checkpoint)
+def main(phase: str, folder: str, checkpoint: str | None = None) -> None:
+    cls = PlannedSavesOnRank0 if phase == "save_on_rank_0" else ShardwrightTrainer
+    small_trainer(Path(folder), 4, cls, **DECAYING).train(resume_from_checkpoint=checkpoint)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[2:])
+    main(*sys.argv[1:])

@@ -301,11 +301,12 @@ def plain_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str,
 
 
 @pytest.mark.distributed
+@pytest.mark.parametrize("phase", ["train", "save_on_rank_0"])
 def test_a_plain_trainer_resumes_a_run_of_two_ranks_with_its_optimizer_and_schedule(
-    plain_run: tuple[Path, dict[str, Any]], tmp_path: Path
+    phase: str, plain_run: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
     script = Path(__file__).with_name("small_trainer_ranks.py")
-    printed = torchrun(script, 2, "train", str(tmp_path / "planned"))
+    printed = torchrun(script, 2, phase, str(tmp_path / "planned"))
     checkpoint = tmp_path / "planned" / "checkpoint-2"
     assert checkpoint.is_dir(), printed
     torch.testing.assert_close(resumed_by(Trainer, checkpoint, tmp_path / "out"), plain_run[1])
