@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import shardwright as sw
 from shardwright.core.parallel import model_calls
+from shardwright.errors import DataError
 
 
 class Scored(nn.Module):
@@ -156,3 +157,10 @@ def test_an_argument_that_is_no_dense_tensor_is_refused(
     _, parallel = planned(X, labels=LABELS)
     with pytest.raises(sw.PlanError, match=f"an argument of the model {problem}.*\n.*{remedy}"):
         parallel(argument, labels=LABELS)
+
+
+def test_a_batch_on_the_meta_device_is_refused() -> None:
+    net, batch = torch.nn.Linear(4, 4), torch.ones(2, 4)
+    planned = sw.parallelize(net, sw.plan(net, (batch,), devices=1))
+    with pytest.raises(DataError, match=r"shape \(2, 4\) is on the meta device"):
+        planned(batch.to("meta"))

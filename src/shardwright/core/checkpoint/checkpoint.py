@@ -152,7 +152,10 @@ class Checkpoints:
                 break
             problems.append(info)
         else:
-            raise DamagedCheckpointError("; ".join(problems))
+            raise DamagedCheckpointError(
+                f"{'; '.join(problems)}\n"
+                "copy the checkpoint again from where it was saved, or load another one"
+            )
         if problems:
             warn_user(f"{'; '.join(problems)}: {folder} is used instead", CheckpointWarning)
         elif not info.files:

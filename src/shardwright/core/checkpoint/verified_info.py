@@ -64,6 +64,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, info: CheckpointInfo, fold
     if saved_class not in (None, class_name):
         raise CheckpointError(
             f"{folder} was saved with {saved_class}, whose state cannot be loaded into "
-            f"{class_name}\nuse {info.optimizer or 'the same optimizer'}, or load only the weights "
-            f"with `train.load: {folder}`"
+            f"{class_name}\nuse {info.optimizer or 'the same optimizer'}, or load only the weights,"
+            " without an optimizer: `sw.load_checkpoint(folder, net)`, or in a configuration"
+            f" `train.load: {folder}`"
         )

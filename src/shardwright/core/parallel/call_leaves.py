@@ -18,7 +18,7 @@ from shardwright.core.runtime.devices import Devices
 from shardwright.core.runtime.local_gradients import scale_gradient
 from shardwright.core.runtime.micro_batches import SampleDims, global_leaves
 from shardwright.core.torch_internals import pytree
-from shardwright.errors import CaptureError, PlanError
+from shardwright.errors import CaptureError, DataError, PlanError
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,20 @@ class CallLeaves:
             leaves: the leaves as passed to this rank.
             planned_indices: index of each leaf in the planned call; None for a leaf that the
                 planned call does not have.
+
+        Raises:
+            DataError: if a leaf is on the meta device.
         """
         device, inputs = self.devices.device, self.partitioned.graph.inputs
         result = []
         for leaf, index in zip(leaves, planned_indices, strict=True):
             if isinstance(leaf, Tensor):
+                if leaf.is_meta and device.type != "meta":
+                    raise DataError(
+                        f"an argument of shape {tuple(leaf.shape)} is on the meta device, where"
+                        " tensors have no values\npass a batch with values; tensors on the meta"
+                        " device suffice for `sw.plan`"
+                    )
                 # Every rank passes the full tensor of a leaf that the planned call did not have.
                 axes = () if index is None else self._get_local_batch_axes(inputs[index])
                 count = self.devices.matrix.size(chain(*axes))
