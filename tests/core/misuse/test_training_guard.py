@@ -16,6 +16,9 @@ DIFFERENCES = {
     "decay": "before call 2, checksums of the options of optimizers differed: ",
     "step": "before call 3, ranks made different numbers of optimizer steps: 0 on rank 1, but 1",
     "clip": "before call 2, gradients were clipped to different norms: 2 on rank 1, but 1 on",
+    "torch clip": "before call 3, gradients were clipped to different norms: 0.1 on rank 1, but 0",
+    "scale": "before call 3, checksums of parameters of which all ranks have a replica differed: ",
+    "drop": "before call 3, checksums of parameters of which all ranks have a replica differed: ",
     "zero": "before call 2, only some ranks kept the gradients of an earlier step "
     r"\(1 for kept\): 1 on rank 1, but 0 on rank 0",
 }

@@ -34,6 +34,7 @@ def train(
     zeroes: OfStep = lambda step: 1,
     factor: float = 1.0,
     outer_loss: Callable[[Tensor], Tensor] | None = None,
+    change: Callable[[Any], object] = lambda net: None,
     **options: Any,
 ) -> None:
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, **options)
@@ -43,6 +44,8 @@ def train(
         (factor * loss).backward()
         if clip:
             net.clip_grad_norm_(clip)
+        if step == 1:
+            change(net)
         for _ in range(int(steps(step))):
             optimizer.step()
         if zeroes(step):
@@ -105,6 +108,17 @@ def cases(rank: int) -> dict[str, Callable[[], None]]:
         "factor": lambda: train(planned(), factor=1.0 + rank),
         "labels": lambda: train(
             planned(loss=False), outer_loss=lambda z: entropy(z, (Y + rank) % 3)
+        ),
+        "torch clip": lambda: train(
+            planned(), change=lambda net: rank and nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+        ),
+        "scale": lambda: train(
+            planned(mode="data_parallel"),
+            change=lambda net: rank and next(net.parameters()).grad.mul_(2),
+        ),
+        "drop": lambda: train(
+            planned(mode="data_parallel"),
+            change=lambda net: rank and setattr(next(net.parameters()), "grad", None),
         ),
         "clip": lambda: train(planned(), clip=1.0 + rank),
         "zero": lambda: train(planned(), zeroes=lambda step: not (rank and step == 0)),

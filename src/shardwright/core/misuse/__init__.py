@@ -38,7 +38,8 @@ At each call of the model:
   signature waits for the comparison. Ranks that call at different times are named by
   `core/runtime/rank_calls`.
 - `training_guard`: ranks clip gradients, step optimizers, or clear gradients, differently. Options
-  of the optimizer steps are compared in the all-reduce of the next call's `batch_guard`.
+  of the optimizer steps are compared in the all-reduce of the next call's `batch_guard`, and
+  samples of replicated parameters (`replicas`) in the first 10 calls on CPUs.
 
 At each backward pass:
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import re
 from collections import deque
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +33,7 @@ from shardwright.core.graph.graph import Graph, Value
 from shardwright.core.layout.layout import TensorLayout
 from shardwright.core.misuse.equal_shards import SHARD_OF_BATCH, EqualShards
 from shardwright.core.misuse.ranks import delay_data_errors, is_due
+from shardwright.core.misuse.replicas import compute_checksum_of_replicas
 from shardwright.core.misuse.training_guard import check_equal_training
 from shardwright.core.partition.decisions import CutAxes
 from shardwright.core.runtime.accelerator import DeviceEvent, SideStream, pinned
@@ -155,6 +156,7 @@ class BatchGuard:
         leaves: Sequence[Any],
         input_indices: Sequence[int | None],
         has_gradients: bool,
+        parameters: Iterable[Tensor] = (),
     ) -> None:
         """Start to compare a call between ranks, and check pending comparisons.
 
@@ -166,6 +168,7 @@ class BatchGuard:
                 is not an input of the graph.
             has_gradients: whether gradients are left from earlier backward passes, to which the
                 next one adds.
+            parameters: the parameters of the module, of which replicas are compared.
 
         Raises:
             DataError: on every rank, if this call or an earlier one differs between ranks.
@@ -189,8 +192,12 @@ class BatchGuard:
         contents = self._hash_shared_inputs(leaves_by_input, is_full)
         # A copy, as the all-reduce overwrites its input.
         rows = table.clone()
+        # On accelerators, replicas that kernels without a fixed order compute differ slightly.
+        is_compared = self._calls <= FIRST_CALLS and self._side_stream is None
+        replicas = compute_checksum_of_replicas(parameters) if is_compared else 0.0
         # Writing through NumPy takes a fraction of the time.
-        rows.numpy()[dist.get_rank(), -NUM_COLUMNS:] = training_record().take(has_gradients)
+        record = training_record().take(has_gradients, replicas)
+        rows.numpy()[dist.get_rank(), -NUM_COLUMNS:] = record
         properties = is_full, torch.is_grad_enabled(), self._is_global_batch(leaves_by_input)
         self._pending_comparisons.append(self._start_rank_comparison(rows, contents, properties))
         # The program of a new signature has other collectives, so no rank may start it alone.

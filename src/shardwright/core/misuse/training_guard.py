@@ -53,6 +53,11 @@ _PROBLEMS_AND_REMEDIES = {
         "set the same options on all ranks: take norms by `torch.nn.utils.get_total_norm`,"
         " which includes all stages",
     ),
+    "replicas": (
+        "checksums of parameters of which all ranks have a replica differed",
+        "change parameters and gradients on all ranks in the same way: clip, scale, mask, drop and"
+        " write them with the same values",
+    ),
     "has_gradients": (
         "only some ranks kept the gradients of an earlier step (1 for kept)",
         "call `zero_grad` on all ranks, at the same place of the training loop",
@@ -68,6 +73,9 @@ _ONLY_IF_EQUAL = {
 """Fields that are compared only between ranks with an equal other field, by name: stages may have
 other optimizers and other parameter groups."""
 
+
+REPLICA_TOLERANCE = 1e-5
+"""Maximum relative difference between the checksums of replicas of two ranks."""
 
 FACTOR_TOLERANCE = 0.02
 """Maximum relative difference between the factors of two ranks, which differences of rounded
@@ -104,7 +112,8 @@ def check_equal_training(call: int, rows: Sequence[Sequence[int]]) -> None:
                 record, first, _ONLY_IF_EQUAL[name]
             ):
                 continue
-            if not math.isclose(value, first_value, rel_tol=OPTION_TOLERANCE):
+            tolerance = REPLICA_TOLERANCE if name == "replicas" else OPTION_TOLERANCE
+            if not math.isclose(value, first_value, rel_tol=tolerance):
                 raise DataError(
                     f"training differs between ranks: before call {call}, {problem}: {value:g}"
                     f" on rank {rank}, but {first_value:g} on rank 0\n{remedy}"

@@ -302,7 +302,9 @@ class Execution(ModelCalls):
         )
         key = (*specialization, micro_batches)
         inputs = self._leaves.on_device(leaves, planned_indices)
-        self._guard.begin(key, inputs, planned_indices, self._has_gradients)
+        self._guard.begin(
+            key, inputs, planned_indices, self._has_gradients, self.module.parameters()
+        )
         # The guards and the captured Python expect the ordinary tensors of the capture.
         call = pytree.tree_unflatten(leaves, spec) if has_dtensors(call) else call
         key = self._step_key(spec, micro_batch_leaves, micro_batches, call)

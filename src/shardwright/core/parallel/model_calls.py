@@ -188,7 +188,9 @@ class ModelCalls(Recapture):
         call_key = ("forward", self.module.training, torch.is_grad_enabled(), *specialization)
         # Before capture, which is local: ranks with different calls would run different programs,
         # and wait for each other in their collectives.
-        self._guard.begin(call_key, inputs, planned_indices, self._has_gradients)
+        self._guard.begin(
+            call_key, inputs, planned_indices, self._has_gradients, self.module.parameters()
+        )
         # The guards and the captured Python expect the ordinary tensors of the capture.
         call = pytree.tree_unflatten(leaves, spec) if has_dtensors(call) else call
         self._reachable.update()

@@ -8,6 +8,7 @@ combined.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, reduce
@@ -22,6 +23,7 @@ from shardwright.core.runtime.adopt_optimizer import is_planned_parameter, origi
 from shardwright.core.runtime.clip_grad import norm_over_devices
 from shardwright.core.runtime.devices import Devices
 from shardwright.core.runtime.dtensor import detached_local
+from shardwright.core.runtime.training_record import are_planned_for_all_ranks, training_record
 from shardwright.core.torch_internals.norms import extend_norms
 from shardwright.core.torch_internals.tensors import storage_id
 from shardwright.errors import PlanError
@@ -164,6 +166,11 @@ class TotalNorms:
         # The norm of the parts' norms is the norm of all elements.
         norm: Tensor = torch.linalg.vector_norm(stacked_norms, norm_type)
         return norm.to(reduce(torch.promote_types, dtypes))
+
+    def clipped(self, parameters: Sequence[Tensor], max_norm: float) -> None:
+        """Record clipping, which ranks compare, unless it is of models with stages."""
+        if math.isfinite(max_norm) and are_planned_for_all_ranks(parameters):
+            training_record().max_norm += max_norm
 
     def groups(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
         """Group tensors by device mesh; ordinary tensors form one group."""

@@ -21,11 +21,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwright.core.runtime.devices import stages_of_plan
 
-NUM_COLUMNS = 11
+NUM_COLUMNS = 12
 """Number of 64-bit integers into which a `TrainingRecord` is packed."""
 
 # Doubles travel by their bits, in a tensor of int64.
-_NUMBERS, _INTEGERS = struct.Struct("<7d"), struct.Struct("<7q")
+_NUMBERS, _INTEGERS = struct.Struct("<8d"), struct.Struct("<8q")
 
 _MAX_STEPS = 2**20
 
@@ -115,6 +115,8 @@ class TrainingRecord:
         learning_rate: sum of the learning rates of these steps' first parameter groups.
         options: checksum of all numeric options of these steps.
         max_norm: sum of the limits to which gradients were clipped.
+        replicas: checksum of parameters of which all ranks have a replica (`misuse/replicas.py`),
+            0 if it was not computed for this call; set by `unpack`.
         of_stage: steps over the parameters of one pipeline stage.
         stage_steps, stage_optimizers, stage_rate_keys, stage_option_keys, stage_learning_rate,
             stage_options, gradient_factor, update_factor: what a rank has sent of its `of_stage`;
@@ -129,6 +131,7 @@ class TrainingRecord:
     options: float = 0.0
     max_norm: float = 0.0
     has_gradients: int = 0
+    replicas: float = 0.0
     of_stage: StageSteps = field(default_factory=StageSteps)
     stage_steps: int = 0
     stage_optimizers: int = 0
@@ -139,10 +142,10 @@ class TrainingRecord:
     gradient_factor: float = 0.0
     update_factor: float = 0.0
 
-    def take(self, has_gradients: bool) -> list[int]:
+    def take(self, has_gradients: bool, replicas: float = 0.0) -> list[int]:
         """Return the record as `NUM_COLUMNS` integers of 64 bits, and begin a new one."""
         integers, stage_numbers = self.of_stage.take()
-        numbers = self.learning_rate, self.options, self.max_norm, *stage_numbers
+        numbers = self.learning_rate, self.options, self.max_norm, replicas, *stage_numbers
         bits = _INTEGERS.unpack(_NUMBERS.pack(*numbers))
         columns = [2 * self.steps + has_gradients, *integers, *bits]
         self.steps, self.learning_rate, self.options, self.max_norm = 0, 0.0, 0.0, 0.0
@@ -184,8 +187,8 @@ def unpack(columns: Sequence[int]) -> TrainingRecord:
     steps_and_gradients, steps_and_optimizers, rate_keys, option_keys, *bits = columns
     steps, has_gradients = divmod(steps_and_gradients, 2)
     optimizers, stage_steps = divmod(steps_and_optimizers, _MAX_STEPS)
-    rate, options, max_norm, *of_stage = _NUMBERS.unpack(_INTEGERS.pack(*bits))
-    of_all = steps, rate, options, max_norm, has_gradients, StageSteps()
+    rate, options, max_norm, replicas, *of_stage = _NUMBERS.unpack(_INTEGERS.pack(*bits))
+    of_all = steps, rate, options, max_norm, has_gradients, replicas, StageSteps()
     return TrainingRecord(*of_all, stage_steps, optimizers, rate_keys, option_keys, *of_stage)
 
 
@@ -197,7 +200,7 @@ def training_record() -> TrainingRecord:
 
     def before_step(optimizer: Optimizer, *_: object) -> None:
         groups = [
-            group for group in optimizer.param_groups if _are_planned_parameters(group["params"])
+            group for group in optimizer.param_groups if are_planned_for_all_ranks(group["params"])
         ]
         if groups:
             record.add_step(groups)
@@ -206,7 +209,7 @@ def training_record() -> TrainingRecord:
     return record
 
 
-def _are_planned_parameters(parameters: Sequence[Tensor]) -> bool:
+def are_planned_for_all_ranks(parameters: Sequence[Tensor]) -> bool:
     """Whether the parameters are of a model planned for all ranks of the process group, without
     pipeline stages."""
     first = next(iter(parameters), None)

@@ -45,6 +45,9 @@ class Norms(Protocol):
             norm_type: the order of the norm.
         """
 
+    def clipped(self, parameters: Sequence[Tensor], max_norm: float) -> None:
+        """Record that gradients of `parameters` are clipped to `max_norm`."""
+
     def groups(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
         """Split tensors into groups that one foreach operator can scale."""
 
@@ -89,6 +92,7 @@ def _clip_grad_norm_over_all_devices(
     parameters, norm_type = norms.trained(arguments["parameters"]), float(arguments["norm_type"])
     arguments["parameters"] = parameters
     gradients = [p.grad for p in parameters if p.grad is not None]
+    norms.clipped(parameters, float(arguments["max_norm"]))
     norm = norms.total("clip_grad_norm_", parameters, gradients, source, norm_type)
     if norm is None:
         return original(**arguments)
