@@ -142,6 +142,18 @@ def test_experts_are_divided_over_devices_of_data_and_other_parallelism(degree: 
         pin_expert(net, data_parallel=2, model_parallel=2, expert_parallel=8)
 
 
+def test_whole_experts_are_divided_over_tensor_parallel_devices_first() -> None:
+    torch.manual_seed(0)
+    net = without_gates().eval()
+    pin_expert(net, data_parallel=2, model_parallel=2, expert_parallel=2, whole_experts=True)
+    ids = torch.randint(0, 64, (4, 8))
+    batch = {"input_ids": ids, "labels": ids, "use_cache": False}
+    plan = sw.plan(net, (), batch, devices=4, mode="sharding_propagation")
+    (experts,) = (cuts for name, cuts in plan.strategies.items() if name.endswith(".experts"))
+    assert experts[3:] == ((2, 1, 1, 1), (2, 1, 1))
+    assert sw.check(net, (), batch, plan).passes()
+
+
 @pytest.mark.parametrize(
     ("cp", "mp", "queries", "steps"),
     [

@@ -9,7 +9,7 @@ al., 2022).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from math import gcd
 
 from torch import nn
@@ -39,6 +39,7 @@ def pin_expert(
     model_parallel: int,
     context_parallel: int = 1,
     expert_parallel: int = 1,
+    whole_experts: bool = False,
     seq_parallel: bool = False,
     vocab_emb_dp: bool = False,
 ) -> None:
@@ -54,6 +55,8 @@ def pin_expert(
         expert_parallel: number of shards of the experts; a divisor of `data_parallel` ·
             `context_parallel` · `model_parallel`, taken from the first of them as far as possible,
             then from the next.
+        whole_experts: whether to take `expert_parallel` from the last of them first, so that as few
+            devices as possible share an expert (Megatron Core's `expert_tensor_parallel_size` 1).
         seq_parallel: whether to shard norms and residuals along the sequence, over the
             `model_parallel` devices too.
         vocab_emb_dp: whether to replicate the embedding table, not shard it along the vocabulary.
@@ -64,10 +67,13 @@ def pin_expert(
     mp = model_parallel
     for path, dimension, size in tensor_parallel_dimensions(net, vocab_emb_dp):
         _check_divisible(path, dimension, size, mp)
-    from_data = gcd(expert_parallel, data_parallel)
-    from_context = gcd(expert_parallel // from_data, context_parallel)
-    from_model = expert_parallel // (from_data * from_context)
-    if mp % from_model:
+    degrees = data_parallel, context_parallel, mp
+    from_data, from_context, from_model = (
+        reversed(_take_factors(expert_parallel, reversed(degrees)))
+        if whole_experts
+        else _take_factors(expert_parallel, degrees)
+    )
+    if from_data * from_context * from_model != expert_parallel:
         raise ConfigError(
             f"expert_parallel {expert_parallel} does not divide data_parallel {data_parallel} ·"
             f" context_parallel {context_parallel} · model_parallel {mp}\n"
@@ -120,6 +126,16 @@ def pin_expert(
             f"{type(net).__name__} has no layers named {' or '.join(ROW)}, by which row-parallel"
             " layers are found\nname its layers as in `shardwright.models`, or let a search plan it"
         )
+
+
+def _take_factors(number: int, degrees: Iterable[int]) -> list[int]:
+    """Return for each degree the largest common divisor with what the degrees before it leave of
+    `number`."""
+    factors = []
+    for degree in degrees:
+        factors.append(gcd(number, degree))
+        number //= factors[-1]
+    return factors
 
 
 def _has_expert_weights(module: nn.Module) -> bool:

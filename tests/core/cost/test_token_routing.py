@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 
+from shardwright.core.cost.cluster import LinkLevel
 from shardwright.core.cost.clusters import load_cluster
+from shardwright.core.cost.collectives import Links
 from shardwright.core.cost.predict import predict
 from shardwright.core.cost.step_time import activation_seconds, hidden_seconds
 from shardwright.core.cost.time_model import TimeModel
-from shardwright.core.cost.token_routing import routed_shares
+from shardwright.core.cost.token_routing import routed_steps
+from shardwright.core.layout.layout import DeviceMatrix
 from shardwright.core.partition.overlap import Overlap
 from shardwright.core.partition.partitioned import Partitioned
 from tools.compare.test_published_rows import planned
@@ -27,10 +30,11 @@ def partitioned(**changes: Any) -> Partitioned:
 def test_a_token_reaches_as_many_devices_as_it_has_experts(devices: int, share: float) -> None:
     plan = partitioned(data_parallel=8, expert_parallel=devices)
     (chunk,) = plan.chunks
-    shares = routed_shares(chunk.graph, chunk.communication, chunk.decisions.cuts)
-    operations = {transfer.step.operation for transfer, found in shares.items() if found == share}
+    steps = routed_steps(chunk.graph, chunk.communication, chunk.decisions.cuts)
+    operations = {t.step.operation for t, step in steps.items() if step.fraction == share}
     assert {"all_gather", "reduce_scatter"} <= operations
-    assert set(shares.values()) <= {share, 0.0}
+    assert {step.fraction for step in steps.values()} <= {share, 0.0}
+    assert {step.copies for step in steps.values() if step.fraction} == {2.0}
 
 
 def test_a_token_sent_once_reaches_fewer_devices_if_one_has_several_of_its_experts() -> None:
@@ -38,7 +42,8 @@ def test_a_token_sent_once_reaches_fewer_devices_if_one_has_several_of_its_exper
     (chunk,) = plan.chunks
     flow, cuts = chunk.communication, chunk.decisions.cuts
     once, copies = (
-        max(routed_shares(chunk.graph, flow, cuts, each).values()) for each in (True, False)
+        max(step.fraction for step in routed_steps(chunk.graph, flow, cuts, each).values())
+        for each in (True, False)
     )
     # Of 4 devices both experts of a token are on one with probability 1/4.
     assert (once, copies) == (pytest.approx(1.75 / 4), 2 / 4)
@@ -60,9 +65,9 @@ def test_no_more_of_a_redistribution_is_hidden_than_routed_tokens_take() -> None
     h100 = load_cluster("h100")
     device = replace(h100.device, sends_routed_tokens=True)
     model = TimeModel(replace(h100, device=device), plan.mesh)
-    shares = routed_shares(chunk.graph, flow, cuts)
+    steps = routed_steps(chunk.graph, flow, cuts)
     everything = chunk.graph.ops
-    overlaps = {transfer: Overlap(everything, ()) for transfer in shares}
+    overlaps = {transfer: Overlap(everything, ()) for transfer in steps}
     hidden = hidden_seconds(chunk.graph, flow, cuts, model, overlaps)
     seconds = {
         transfer: pair for transfer, _, pair in activation_seconds(chunk.graph, flow, cuts, model)
@@ -77,14 +82,23 @@ def test_kernels_that_send_tokens_reach_their_own_bandwidth_within_a_node() -> N
     h100 = load_cluster("h100")
     by_collectives = replace(h100, device=replace(h100.device, sends_routed_tokens=True))
     link = replace(h100.levels[0], latency=0.0)
-    # The same group within a node of eight, and over nodes of two.
-    small_node = replace(link, devices=2)
-    for levels, is_faster in (((link,), True), ((small_node, h100.levels[1]), False)):
-        slow = replace(by_collectives, levels=levels)
-        device = replace(slow.device, dispatch_efficiency=2 / 3 * link.efficiency)
-        seconds, slower = (
-            predict(plan, each, True).chunks[0].forward_redistributions
-            for each in (slow, replace(slow, device=device))
-        )
-        assert (slower > 1.2 * seconds) == is_faster
-        assert slower == pytest.approx(seconds) or is_faster
+    fast = replace(by_collectives, levels=(link,))
+    device = replace(fast.device, dispatch_efficiency=2 / 3 * link.efficiency)
+    seconds, slower = (
+        predict(plan, each, True).chunks[0].forward_redistributions
+        for each in (fast, replace(fast, device=device))
+    )
+    assert slower > 1.2 * seconds
+
+
+def test_all_copies_of_a_token_for_another_node_pass_between_the_nodes() -> None:
+    levels = LinkLevel("fast", 1e9, 0.0, devices=4), LinkLevel("slow", 1.0, 0.0)
+    nodes = replace(load_cluster("h100"), levels=levels)
+    links = Links(nodes, DeviceMatrix((2, 4), ("node", "device")))
+    # 4 of 8 devices are in another node: of 2 copies of a token, 1 goes there on average.
+    assert links.dispatch_seconds((0, 1), 8.0, 2, once=False) == pytest.approx(8.0)
+    # Sent once to a node, it goes there unless both experts are in its own.
+    assert links.dispatch_seconds((0, 1), 8.0, 2, once=True) == pytest.approx(8.0 * 0.75)
+    # An all-gather divides the tokens of the other node over the four devices.
+    assert links.seconds("all_gather", (0, 1), 64.0) == pytest.approx(8.0)
+    assert links.dispatch_seconds((1,), 8.0, 2, once=False) < 1e-6

@@ -86,7 +86,14 @@ def test_rows_are_read_with_the_seconds_of_a_step(tmp_path: Path) -> None:
             {"context_parallel": 2},
             r"`devices` is 8, but must be .* · stages · context_parallel = 8 · 1 · 1 · 2",
         ),
-        ({"expert_parallel": 3}, "`expert_parallel` is 3, which does not divide data_parallel = 8"),
+        (
+            {"expert_parallel": 3},
+            "`expert_parallel` is 3, which does not divide the 8 devices of a",
+        ),
+        (
+            {"expert_tensor_parallel": 3},
+            "`expert_tensor_parallel` is 3, but must be 1 or tensor_parallel = 1",
+        ),
         ({"experts_per_token": 2}, "experts_per_token=2 is more than num_experts=1"),
         ({"schedule": "dualpipe"}, "schedule: .*'dualpipe'"),
         (
@@ -156,3 +163,20 @@ def test_rows_say_how_context_experts_and_stages_are_divided() -> None:
     assert not run.has_explicit_attention
     assert PublishedRun(**row(attention="explicit")).has_explicit_attention
     assert PublishedRun(**row(context_parallel=1)).schedule_name == "1f1b"
+
+
+@pytest.mark.parametrize(
+    ("changes", "whole"),
+    [
+        ({"ep": 2}, False),
+        ({"ep": 2, "etp": 1}, True),
+        ({"ep": 2, "etp": 2}, False),
+        # More experts than replicas need the devices of tensor parallelism.
+        ({"ep": 8}, True),
+    ],
+)
+def test_devices_have_whole_experts_if_the_row_says_so_or_replicas_are_too_few(
+    changes: dict[str, Any], whole: bool
+) -> None:
+    run = PublishedRun(**row(data_parallel=4, tensor_parallel=2, **changes))
+    assert run.has_whole_experts == whole

@@ -70,6 +70,8 @@ def test_a_kernel_changes_its_own_figures() -> None:
     assert first.rate(BF16, (2048,), True) < second.rate(BF16, (2048,), True)
     assert (second.norm_traffic, fused.norm_traffic) == (COMPOSED_NORMS, 1)
     assert fused == load_cluster("a100").device
+    # An A800 computes as fast as an A100.
+    assert cluster(hardware="a800", kernel="fa2").device.norm_traffic == COMPOSED_NORMS
 
 
 def test_an_eager_run_of_a_framework_that_compiles_has_separate_operators() -> None:
@@ -78,8 +80,19 @@ def test_an_eager_run_of_a_framework_that_compiles_has_separate_operators() -> N
     assert eager.device.norm_traffic == COMPOSED_NORMS and eager.levels == compiled.levels
 
 
-def test_biases_and_clamps_of_experts_of_gpt_oss_move_more_bytes() -> None:
-    biased, plain = (cluster(model=name, framework="NeMo").device for name in ("gpt-oss-20b", "m"))
+def test_models_of_transformers_compose_norms_and_deepep_sends_tokens_once_to_a_node() -> None:
+    assert cluster(framework="transformers 4.40").device.norm_traffic == COMPOSED_NORMS
+    sender = cluster(framework="Megatron-Core, DeepEP").device
+    assert sender.sends_tokens_once
+    assert sender.dispatch_efficiency == load_cluster("h100_automodel").device.dispatch_efficiency
+    assert not cluster(framework="Megatron-Core").device.sends_tokens_once
+
+
+@pytest.mark.parametrize("key", [{"expert_biases": True}, {"hf_config": {"model_type": "gpt_oss"}}])
+def test_biases_and_clamps_of_experts_move_more_bytes(key: dict[str, Any]) -> None:
+    biased = cluster(framework="NeMo", **key).device
+    # The name of a model says nothing.
+    plain = cluster(framework="NeMo", model="gpt-oss-20b").device
     assert biased.routing_traffic > 2 * plain.routing_traffic
     assert biased.pointwise_traffic == plain.pointwise_traffic
 

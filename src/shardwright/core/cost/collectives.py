@@ -69,9 +69,34 @@ class Links:
         may_skip_parts = self.shares_processor and collective == "all_reduce" and not bucketed
         return self._hierarchical_seconds(levels_of_group, num_bytes, collective, may_skip_parts)
 
-    def is_innermost(self, axes: Iterable[int]) -> bool:
-        """Whether a group over the flattened `axes` uses only the fastest links."""
-        return all(level == 0 for level, _ in self._link_levels_of_group(axes))
+    def dispatch_seconds(
+        self, axes: Iterable[int], num_bytes: float, copies: float, once: bool, speed: float = 1.0
+    ) -> float:
+        """Return the seconds of an all-to-all of copies of tokens to random devices of a group.
+
+        Args:
+            axes: flattened mesh axes of the group.
+            num_bytes: bytes of the tokens of a device.
+            copies: number of copies of each token.
+            once: whether a node receives a token once, and forwards it to its devices that receive
+                a copy, each of them once.
+            speed: rate of the fastest links, relative to that of collectives.
+        """
+        levels_of_group = self._link_levels_of_group(axes)
+        devices = prod(size for _, size in levels_of_group)
+        joined_devices, seconds_of_levels, start = 1, [0.0], 0.0
+        for level, size in levels_of_group:
+            link = self.cluster.levels[level]
+            sent = copies * (size - 1) * joined_devices / devices
+            if once:
+                groups = devices / joined_devices
+                sent = groups * (1 - (1 - 1 / groups) ** copies) * (size - 1) / size
+            rate = link.rate * (speed if level == 0 else 1)
+            start += link.call + sequential_messages(link, size) * link.latency
+            seconds_of_levels.append(sent * num_bytes / rate)
+            joined_devices *= size
+        # A node forwards tokens while it receives others.
+        return start + (max(seconds_of_levels) if once else sum(seconds_of_levels))
 
     def _hierarchical_seconds(
         self,

@@ -24,7 +24,7 @@ from math import prod
 
 from shardwright.core.cost.muon_time import orthogonalization_seconds
 from shardwright.core.cost.time_model import MEMBER_OPERATORS, ForwardBackward, TimeModel
-from shardwright.core.cost.token_routing import routed_shares
+from shardwright.core.cost.token_routing import RoutedStep, routed_steps
 from shardwright.core.graph.graph import Graph, Op, Value
 from shardwright.core.layout.axes import Axes
 from shardwright.core.partition.communication import Communication
@@ -253,9 +253,9 @@ def hidden_seconds(
         return seconds - remaining
 
     hidden = {}
-    shares = _sent_byte_fractions(graph, communication, cuts, model)
+    routed = _steps_of_routed_tokens(graph, communication, cuts, model)
     for transfer, overlap in overlaps.items():
-        sent, returned = _transfer_seconds(transfer, shares, model)
+        sent, returned = _transfer_seconds(transfer, routed, model)
         # Of a collective that is pipelined with a product the first or the last part stays exposed.
         sent, returned = overlap.fraction * sent, overlap.fraction * returned
         forward_part = hide(sent, "forward", overlap.overlapping_ops)
@@ -291,49 +291,42 @@ def activation_seconds(
     bucketed = {
         id(t) for b in communication.buckets for member in b.members for t in member.transfers
     }
-    shares = _sent_byte_fractions(graph, communication, cuts, model)
+    routed = _steps_of_routed_tokens(graph, communication, cuts, model)
     for transfer in communication.transfers:
         if id(transfer) not in bucketed:
-            forward_part, backward_part = _transfer_seconds(transfer, shares, model)
+            forward_part, backward_part = _transfer_seconds(transfer, routed, model)
             repeated = forward_part if transfer.is_repeated else 0.0
             yield transfer, transfer.step.axes, (forward_part, backward_part + repeated)
 
 
-def _sent_byte_fractions(
+def _steps_of_routed_tokens(
     graph: Graph, communication: Communication, cuts: Mapping[str, Cuts], model: TimeModel
-) -> Mapping[Transfer, float]:
-    """Return for each redistribution to or from a mixture of experts the fraction of the tensor's
-    bytes that it sends.
-
-    Returns:
-        {} on devices that send every token to all experts.
-    """
+) -> Mapping[Transfer, RoutedStep]:
+    """Return what each redistribution to or from a mixture of experts sends of its tensor; {} on
+    devices that send every token to all experts."""
     device = model.device
     if not device.sends_routed_tokens:
         return {}
-    shares = routed_shares(graph, communication, cuts, device.sends_tokens_once)
-    if device.dispatch_efficiency is None:
-        return shares
-    # Kernels that send tokens reach another bandwidth than collectives, as long as they stay on the
-    # fastest links.
-    speed = device.dispatch_efficiency / model.links.cluster.levels[0].efficiency
-    return {
-        transfer: share / (speed if model.links.is_innermost(transfer.step.axes) else 1)
-        for transfer, share in shares.items()
-    }
+    return routed_steps(graph, communication, cuts, device.sends_tokens_once)
 
 
 def _transfer_seconds(
-    transfer: Transfer, shares: Mapping[Transfer, float], model: TimeModel
+    transfer: Transfer, routed: Mapping[Transfer, RoutedStep], model: TimeModel
 ) -> ForwardBackward:
     """Return the (forward, backward) seconds of one redistribution in one micro-batch.
 
     Args:
-        shares: fraction of the tensor's bytes that each redistribution sends; 1 if missing.
+        routed: redistributions that send only routed tokens.
     """
-    share = shares.get(transfer, 1.0)
     forward, backward = model.step_seconds(transfer.step, transfer.value, transfer.trained)
-    return share * forward, share * backward
+    step = routed.get(transfer)
+    if step is None:
+        return forward, backward
+    if step.copies is None:
+        return step.fraction * forward, step.fraction * backward
+    # The gradients of tokens return the way that the tokens came.
+    seconds = model.dispatch_seconds(transfer.step, transfer.value, step.copies)
+    return (seconds if forward else 0.0, seconds if backward else 0.0)
 
 
 def bucket_seconds(

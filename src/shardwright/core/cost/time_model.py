@@ -161,6 +161,20 @@ class TimeModel:
         forward, backward = self._steps[key]
         return forward, backward if differentiable else 0.0
 
+    def dispatch_seconds(self, step: RedistributionStep, value: Value, copies: float) -> float:
+        """Return the seconds of sending `copies` copies of each token of `value` to the devices of
+        their experts, instead of redistributing all tokens by `step`."""
+        tokens = min(prod(s.shard_shape(value.shape)) for s in (step.source, step.target))
+        efficiency = self.device.dispatch_efficiency
+        fastest = self.links.cluster.levels[0]
+        return self.links.dispatch_seconds(
+            step.axes,
+            tokens * value.itemsize,
+            copies,
+            self.device.sends_tokens_once,
+            1.0 if efficiency is None else efficiency / fastest.efficiency,
+        )
+
     def inner_collective_seconds(
         self,
         reduction: Reduction,

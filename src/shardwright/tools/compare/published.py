@@ -46,6 +46,9 @@ aten = torch.ops.aten
 ZERO_LEVELS = {"none": None, "optimizer": "level1", "gradients": "level2", "parameters": "level3"}
 """Level of the option `hsdp` for each value of the key `sharded` of a published run."""
 
+SAME_BLOCKS = {"head_dim", "decoder_sparse_step"}
+"""Arguments of a `transformers` configuration by which at most every second block differs."""
+
 
 class PlannedMeasurement(Protocol):
     """A published run, planned as its publication describes."""
@@ -187,8 +190,8 @@ class PlannedRun:
         """Capture a model with few blocks; return it, the graph extended to all blocks, and the
         paths of all blocks."""
         layers = self.run.layers
-        # Further arguments may alternate different blocks.
-        if layers > CAPTURED_BLOCKS and not self.run.hf:
+        # Other further arguments may alternate blocks over more of them than are captured.
+        if layers > CAPTURED_BLOCKS and self.run.hf.keys() <= SAME_BLOCKS:
             net, graph, blocks = self._capture_with_layers(CAPTURED_BLOCKS)
             # None if blocks differ; then all of them are captured.
             if (extended := with_more_blocks(graph, blocks, layers)) is not None:
@@ -218,6 +221,7 @@ class PlannedRun:
             model_parallel=run.tensor_parallel,
             context_parallel=run.context_parallel,
             expert_parallel=run.expert_parallel,
+            whole_experts=run.has_whole_experts,
             seq_parallel=run.sequence_parallel,
         )
         return net, capture(net, batch, {}, compute_dtype=self._autocast_dtype), blocks

@@ -65,6 +65,10 @@ EXPLICIT_ATTENTION_SOURCES = ("2104.04473",)
 """arXiv ids of publications without fused attention: Narayanan et al., 2021 (Megatron-LM)."""
 
 
+BIASED_EXPERTS = ("gpt_oss",)
+"""Types of `transformers` models whose experts have biases and clamped inner activations."""
+
+
 class MeasuredRun(Protocol):
     """A published run with measured throughput."""
 
@@ -115,7 +119,11 @@ class PublishedRun(BaseModel, strict=True, frozen=True):
         head_dim: size of an attention head; by default hidden / heads.
         experts, experts_per_token: for mixtures of experts, whose `ffn` is the width of an expert.
         context_parallel: number of shards of the sequence; also `cp`.
-        expert_parallel: number of shards of the experts, a divisor of `data_parallel`; also `ep`.
+        expert_parallel: number of shards of the experts, a divisor of the devices of a stage; also
+            `ep`. Taken from `data_parallel` as far as possible, then from the other degrees.
+        expert_tensor_parallel: number of devices that share an expert: 1 or `tensor_parallel`; also
+            `etp`. By default `tensor_parallel`, or 1 where `expert_parallel` needs its devices.
+        expert_biases: whether experts have biases and clamped inner activations.
         chunks: number of chunks of each stage (virtual stages).
         schedule: name of the pipeline schedule; by default 1F1B, interleaved with several chunks.
         layers_of_stages: number of blocks of each stage, or of each chunk; by default equal.
@@ -123,6 +131,7 @@ class PublishedRun(BaseModel, strict=True, frozen=True):
         kernel: name of the attention kernels, such as `fa2`; None for those of the cluster.
         framework: name of the training framework; by default read from `source`.
         hf: further arguments of the `transformers` configuration, for families built on it.
+        hf_config: the published `transformers` configuration, of which only the type is read.
         memory_gib: peak memory of a device in GiB; None if not published.
     """
 
@@ -161,6 +170,10 @@ class PublishedRun(BaseModel, strict=True, frozen=True):
     expert_parallel: Count = Field(
         default=1, validation_alias=_accept_any_key("expert_parallel", "ep")
     )
+    expert_tensor_parallel: Count | None = Field(
+        default=None, validation_alias=_accept_any_key("expert_tensor_parallel", "etp")
+    )
+    expert_biases: bool = False
     chunks: Count = 1
     schedule: Schedule | None = None
     layers_of_stages: list[Count] | None = None
@@ -168,6 +181,7 @@ class PublishedRun(BaseModel, strict=True, frozen=True):
     kernel: str | None = None
     framework: str | None = None
     hf: Mapping[str, Any] = {}
+    hf_config: Mapping[str, Any] = {}
 
     @field_validator("family")
     @classmethod
@@ -192,10 +206,16 @@ class PublishedRun(BaseModel, strict=True, frozen=True):
                 f"`devices` is {self.devices}, but must be {' · '.join(degrees)} ="
                 f" {' · '.join(map(str, degrees.values()))}; correct one of these keys"
             )
-        if self.data_parallel % self.expert_parallel:
+        stage_devices = self.data_parallel * self.context_parallel * self.tensor_parallel
+        if stage_devices % self.expert_parallel:
             raise ValueError(
-                f"`expert_parallel` is {self.expert_parallel}, which does not divide"
-                f" data_parallel = {self.data_parallel}; correct one of these keys"
+                f"`expert_parallel` is {self.expert_parallel}, which does not divide the"
+                f" {stage_devices} devices of a stage; correct one of these keys"
+            )
+        if self.expert_tensor_parallel not in (None, 1, self.tensor_parallel):
+            raise ValueError(
+                f"`expert_tensor_parallel` is {self.expert_tensor_parallel}, but must be 1 or"
+                f" tensor_parallel = {self.tensor_parallel}; correct one of these keys"
             )
         self._check_layers_of_chunks()
         samples = self.micro_batch * self.data_parallel
@@ -247,8 +267,16 @@ class PublishedRun(BaseModel, strict=True, frozen=True):
 
     @property
     def has_expert_biases(self) -> bool:
-        """Whether experts have biases and clamped inner activations, as those of GPT-OSS have."""
-        return "gpt-oss" in self.model.lower().replace("_", "-")
+        """Whether experts have biases and clamped inner activations."""
+        return self.expert_biases or self.hf_config.get("model_type") in BIASED_EXPERTS
+
+    @property
+    def has_whole_experts(self) -> bool:
+        """Whether a device has whole experts, although `tensor_parallel` devices share layers."""
+        if self.expert_tensor_parallel is None:
+            replicas = self.data_parallel * self.context_parallel
+            return replicas % self.expert_parallel != 0
+        return self.expert_tensor_parallel < self.tensor_parallel
 
     @property
     def schedule_name(self) -> str:

@@ -183,6 +183,20 @@ EAGER_FIGURES = {"pointwise_traffic": 1.0, "norm_traffic": COMPOSED_NORMS}
 """Device parameters of a framework that compiles by default and ran eagerly, as its row says: the
 operators of PyTorch one by one, whose RMSNorm was composed until 2.8."""
 
+EAGER_FRAMEWORKS = ("eager", "transformers", "atorch")
+"""Words in a row's `framework` of runs whose operators are those of PyTorch one by one: rows that
+say so, and models of Hugging Face `transformers`, whose RMSNorm is composed of operators."""
+
+NODE_DISPATCHERS = ("deepep", "hybridep")
+"""Words in a row's `framework` of kernels that send tokens once to a node, which forwards them."""
+
+NODE_DISPATCH_FIGURES = {
+    "sends_tokens_once": True,
+    "sends_routed_tokens": True,
+    "dispatch_efficiency": 0.765,
+}
+"""Device parameters of such kernels, as in the cluster `h100_automodel`."""
+
 BIAS_BYTES, CLAMP_BYTES, ROUTING_BYTES = 64, 36, 32
 """Bytes that kernels move for each copy of a token, forward and backward.
 
@@ -214,7 +228,8 @@ KERNELS: Mapping[str, Mapping[str, Mapping[str, float]]] = {
     "fa2": {"a100": {"norm_traffic": COMPOSED_NORMS}, "h100": H100_FLASH2},
     "fa2rms": {"h100": H100_FLASH2},
 }
-"""Device parameters that replace the cluster's, by `kernel` or `attention` and by hardware.
+"""Device parameters that replace the cluster's, by `kernel` or `attention` and by hardware, valid
+for all hardware with the same peak rates.
 
 Kernels: attention of PyTorch (`torch`) and with Megatron-LM's softmax (`fused`), FlashAttention 1
 and 2, and 2 with a fused RMSNorm (`fa2rms`), as Hagemann et al. (arXiv:2311.05610) name them."""
@@ -234,17 +249,27 @@ def cluster_of_run(run: PublishedRun) -> Cluster:
             f"row {run.id}: cannot load the cluster `hardware`: {error}\n"
             "set `hardware` to the name of a built-in cluster, such as h100"
         ) from None
-    if "eager" in (run.framework or "").lower():
+    framework = (run.framework or "").lower()
+    if any(word in framework for word in EAGER_FRAMEWORKS):
         cluster = _with_figures(cluster, EAGER_FIGURES)
+    if any(word in framework for word in NODE_DISPATCHERS):
+        cluster = _with_figures(cluster, NODE_DISPATCH_FIGURES)
     if run.has_expert_biases:
         moved = BIAS_BYTES * run.hidden + CLAMP_BYTES * run.ffn
         traffic = cluster.device.routing_traffic + moved / (ROUTING_BYTES * run.hidden)
         cluster = _with_figures(cluster, {"routing_traffic": traffic})
     # Rows name the kernel under either key.
     for name in (run.kernel, run.attention):
-        figures = KERNELS.get(name or "", {}).get(run.hardware, {})
-        cluster = _with_figures(cluster, figures)
+        cluster = _with_figures(cluster, _kernel_figures(name or "", cluster))
     return cluster
+
+
+def _kernel_figures(kernel: str, cluster: Cluster) -> Mapping[str, float]:
+    """Return the device parameters of `kernel`, measured on hardware with the same peak rates."""
+    for hardware, figures in KERNELS.get(kernel, {}).items():
+        if load_cluster(hardware).device.rates == cluster.device.rates:
+            return figures
+    return {}
 
 
 def _with_figures(cluster: Cluster, figures: Mapping[str, float]) -> Cluster:
