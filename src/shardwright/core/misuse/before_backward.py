@@ -65,7 +65,8 @@ def before_backward(outputs: Iterable[Any], checks: Iterable[Callable[[], None]]
             raise PlanError(
                 "gradients of gradients (`create_graph=True`), as of a gradient penalty, are not"
                 " supported on several devices\n"
-                "train without them, or plan for one device"
+                "compute them in `forward` (`torch.autograd.grad(..., create_graph=True)`, then"
+                " the penalty as a part of the loss that it returns), or plan for one device"
             )
         # Its check for NaN would read pending results of collectives, which the program passes on
         # as gradients.
