@@ -114,7 +114,9 @@ def _iterate_code(cls: type) -> Iterator[tuple[str, Any]]:
 
 
 def _shadows_member(module: nn.Module, name: str) -> bool:
-    """Return whether attribute `name` of a module hides a member of its class, unlike properties,
-    which come before attributes."""
+    """Return whether attribute `name` of a module hides a method or another callable of its class;
+    numbers and tensors are compared where `forward` reads them, and properties come before
+    attributes."""
     member = inspect.getattr_static(type(module), name, None)
-    return member is not None and not hasattr(type(member), "__set__")
+    is_code = callable(member) or hasattr(type(member), "__get__")
+    return is_code and not hasattr(type(member), "__set__")
