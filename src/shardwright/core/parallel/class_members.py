@@ -114,9 +114,17 @@ def _iterate_code(cls: type) -> Iterator[tuple[str, Any]]:
 
 
 def _shadows_member(module: nn.Module, name: str) -> bool:
-    """Return whether attribute `name` of a module hides a method or another callable of its class;
-    numbers and tensors are compared where `forward` reads them, and properties come before
-    attributes."""
+    """Return whether attribute `name` of a module hides a method or another callable of its class.
+
+    Numbers and tensors are compared where `forward` reads them, properties come before attributes,
+    and methods of planned models, such as `train_step`, are not captured.
+    """
     member = inspect.getattr_static(type(module), name, None)
     is_code = callable(member) or hasattr(type(member), "__get__")
-    return is_code and not hasattr(type(member), "__set__")
+    of_planned = any(name in vars(cls) for cls in type(module).__mro__ if _is_of_planned(cls))
+    return is_code and not hasattr(type(member), "__set__") and not of_planned
+
+
+def _is_of_planned(cls: type) -> bool:
+    package, _, _ = __name__.partition(".")
+    return cls.__module__.partition(".")[0] == package
