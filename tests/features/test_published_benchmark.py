@@ -122,7 +122,7 @@ def test_the_published_rows_are_valid_and_of_several_kinds_of_hardware() -> None
     fitted = read_published(bench_published.FITTED)
     never_fitted = read_published(bench_published.NEVER_FITTED)
     assert {run.hardware for run in fitted} == {"a100", "h100"}
-    nvidia = {"a100", "a100_40gb", "a800", "h100", "gb200"}
-    assert {run.hardware for run in never_fitted} == {*nvidia, "ascend910b"}
-    assert (len(fitted), len(never_fitted)) == (48, 331)
+    vendors = {"a100", "a800", "h800", "b200", "gb300", "mi300x", "ascend910b"}
+    assert {run.hardware for run in never_fitted} > vendors
+    assert (len(fitted), len(never_fitted)) == (48, 410)
     assert not {run.source for run in fitted} & {run.source for run in never_fitted}
