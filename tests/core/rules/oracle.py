@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import combinations
 from math import prod
 from typing import Any
@@ -24,7 +25,7 @@ from torch.utils import _pytree as pytree
 from shardwright.core.graph.graph import Op, Value
 from shardwright.core.layout.collective_spec import MovedRows
 from shardwright.core.layout.layout import Layout, TensorLayout
-from shardwright.core.rules import rule_of
+from shardwright.core.rules import find_maker, rule_of
 from shardwright.core.rules.rule import (
     GATHER,
     MIRROR,
@@ -66,7 +67,12 @@ def check(target: Any, *args: Any, **kwargs: Any) -> ShardingRule:
     found = rule_of(op)
     assert found is not None, f"{target} has no rule"
     case = Case(op, _tensors((args, kwargs)), found)
+    # Operators share a rule whether or not they have gradients.
+    frozen = _without_gradients(op)
+    rule_of_frozen = find_maker(target)(frozen)
     for mesh, cuts in cuts_of(case.rule):
+        counts = found.shard_counts(mesh, cuts)
+        assert found.reductions(frozen, counts) == rule_of_frozen.reductions(frozen, counts)
         try:
             case.compare(mesh, cuts)
         except Exception as error:
@@ -204,6 +210,13 @@ class Case:
 def _value(tensor: Tensor) -> Value:
     is_trained = _is_trained(tensor, tensor)
     return Value("tensor", tuple(tensor.shape), tensor.dtype, requires_grad=is_trained)
+
+
+def _without_gradients(op: Op) -> Op:
+    """An equal operator that no gradient reaches."""
+    freeze = partial(replace, requires_grad=False)
+    args, kwargs, outputs = pytree.tree_map_only(Value, freeze, (op.args, op.kwargs, op.outputs))
+    return Op(op.name, op.target, args, kwargs, outputs)
 
 
 def _tensors(tree: Any) -> list[Tensor]:

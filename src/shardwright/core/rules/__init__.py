@@ -60,17 +60,18 @@ def rule_of(op: Op) -> ShardingRule | None:
 
 def has_rule(target: Any) -> bool:
     """Whether calls of the operator `target` have a sharding rule."""
-    return _find_maker(target) is not None
+    return find_maker(target) is not None
 
 
-def _find_maker(target: Any) -> RuleMaker | None:
+def find_maker(target: Any) -> RuleMaker | None:
+    """Return the function that makes the rules of an operator; None if it has none."""
     is_pointwise = torch.Tag.pointwise in getattr(target, "tags", ())
     # A registered rule has priority over ATen's tag.
     return find_rule_maker(target) or (pointwise.pointwise if is_pointwise else None)
 
 
 def _find_rule(op: Op) -> ShardingRule | None:
-    maker = _find_maker(op.target)
+    maker = find_maker(op.target)
     if maker is None:
         return None
     return _build_rule(_RuleCacheKey(maker, op.target, op.structure, op))

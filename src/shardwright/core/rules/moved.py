@@ -90,11 +90,13 @@ class Pieces:
             shards = shard_counts.get(factor, 1)
             if shards == 1:
                 return ()
-            shape = tuple(shard_shape(self.tensor, dims, shard_counts))
+            # The tensor of `op`, as operators that differ in what is differentiable share a rule.
+            value = op.output if joins else op.inputs[0]
+            shape = tuple(shard_shape(value, dims, shard_counts))
             # `varying`: the gradients of moved rows are sent back.
             return (
                 Reduction(
-                    *((factor,), MOVE, shape, self.tensor.dtype, True, self.tensor.differentiable),
+                    *((factor,), MOVE, shape, value.dtype, True, value.differentiable),
                     moved=_moved_rows(self.dim, self.sizes, shards, joins),
                 ),
             )

@@ -172,11 +172,13 @@ def _make_window_of_dim(op: Op, dim: int, extent: int, stride: int, padding: int
 def flip(op: Op) -> ShardingRule:
     """Reversal of dimensions, `b s -> b s`: the first shard swaps with the last, the second with
     the second last, and each device reverses the shard that it receives."""
-    x, dims = op.inputs[0], factor_names(op.output)
+    dims = factor_names(op.output)
     # PyTorch accepts dimension 0 of a scalar.
     flipped = [dims[dim % len(dims)] or "" for dim in argument(op, "dims") if dims]
 
     def swaps(op: Op, shard_counts: Mapping[str, int]) -> tuple[Reduction, ...]:
+        # The input of this `op`, as operators that differ in what is differentiable share a rule.
+        x = op.inputs[0]
         shape = tuple(shard_shape(x, dims, shard_counts))
         return tuple(
             # `varying`: gradients of the swapped shards are swapped back.
