@@ -55,7 +55,7 @@ def watch_optimizers_of_stages() -> None:
             first = _FIRST_OPTIONS[optimizer]
             # Groups that were added later.
             first += map(numeric_options, optimizer.param_groups[len(first) :])
-            training_record().of_stage.add(id(optimizer), first, optimizer.param_groups)
+            training_record().of_stage.add(optimizer, first, optimizer.param_groups)
             for updates in manual_updates().values():
                 updates.before_step()
 
@@ -124,7 +124,7 @@ _FIRST_OPTIONS = WeakKeyDictionary[Optimizer, list[dict[str, float]]]()
 def _record_first_options(optimizer: Optimizer) -> None:
     if optimizer not in _FIRST_OPTIONS:
         _FIRST_OPTIONS[optimizer] = [numeric_options(group) for group in optimizer.param_groups]
-        training_record().of_stage.optimizers = len(_FIRST_OPTIONS)
+        training_record().of_stage.watch(optimizer)
 
 
 def _has_parameters_of_stage(optimizer: Optimizer) -> bool:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 from zlib import crc32
 
 import torch.distributed as dist
@@ -43,7 +44,7 @@ class StageSteps:
 
     Args:
         steps: number of steps.
-        optimizers: number of optimizers for the parameters of a stage, when the last was made.
+        optimizers: the optimizers for the parameters of a stage, while they exist.
         values: by (option, position of the step among those of its optimizer, first value): the
             value, or None if groups diverge.
         gradient_factors, update_factors: factors by which the user's code multiplied all gradients
@@ -52,23 +53,30 @@ class StageSteps:
     """
 
     steps: int = 0
-    optimizers: int = 0
+    optimizers: WeakSet[Optimizer] = field(default_factory=WeakSet)
     values: dict[tuple[str, int, float], float | None] = field(default_factory=dict)
     gradient_factors: list[float] = field(default_factory=list)
     update_factors: list[float] = field(default_factory=list)
-    _positions: dict[Hashable, int] = field(default_factory=dict)
+    _positions: WeakKeyDictionary[Optimizer, int] = field(default_factory=WeakKeyDictionary)
+    # Also those that have been freed since they made a step.
+    _most_optimizers: int = 0
+
+    def watch(self, optimizer: Optimizer) -> None:
+        """Count an optimizer for the parameters of a stage, which may make steps."""
+        self.optimizers.add(optimizer)
+        self._most_optimizers = max(self._most_optimizers, len(self.optimizers))
 
     def add(
-        self, optimizer: Hashable, first: Sequence[GroupOptions], groups: Sequence[GroupOptions]
+        self, optimizer: Optimizer, first: Sequence[GroupOptions], groups: Sequence[GroupOptions]
     ) -> None:
         """Record a step.
 
         Args:
-            optimizer: key of the optimizer.
             first: the groups' options when the optimizer was made.
             groups: the optimizer's parameter groups.
         """
         self.steps += 1
+        self.watch(optimizer)
         position = self._positions[optimizer] = self._positions.get(optimizer, 0) + 1
         for first_options, group in zip(first, groups, strict=False):
             for name, first_value in first_options.items():
@@ -78,7 +86,7 @@ class StageSteps:
 
     def take(self) -> tuple[list[int], list[float]]:
         """Return (integers, numbers) of the steps, and begin anew."""
-        integers, numbers = [self.steps + _MAX_STEPS * self.optimizers], list[float]()
+        integers, numbers = [self.steps + _MAX_STEPS * self._most_optimizers], list[float]()
         for is_rate in (True, False):
             values = {
                 crc32(repr(key).encode()): value
@@ -93,7 +101,8 @@ class StageSteps:
             # 0 if there are none, or one of them is 0.
             numbers.append(math.prod(factors) if factors else 0.0)
             factors.clear()
-        self.steps, self.values, self._positions = 0, {}, {}
+        self.steps, self.values, self._positions = 0, {}, WeakKeyDictionary()
+        self._most_optimizers = len(self.optimizers)
         return integers, numbers
 
 
