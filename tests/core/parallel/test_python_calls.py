@@ -306,7 +306,11 @@ def scaled_by(scale: Callable[[Any], float]) -> Callable[[], nn.Module]:
 
 
 @pytest.mark.parametrize(
-    "scale", [from_an_attribute, from_a_dictionary, from_its_class, from_a_moved_layer]
+    "scale",
+    [
+        *(from_an_attribute, from_a_dictionary, from_its_class, from_a_moved_layer),
+        *(from_its_variables, from_its_dictionary),
+    ],
 )
 def test_what_the_first_call_makes_is_read_by_the_second(scale: Callable[[Any], float]) -> None:
     wanted = trained(scaled_by(scale)())
@@ -318,12 +322,44 @@ def test_what_the_first_call_makes_is_read_by_the_second(scale: Callable[[Any], 
     FILLED.clear()
 
 
-@pytest.mark.parametrize("scale", [from_its_variables, from_its_dictionary])
+def from_the_number_of_attributes(net: Any) -> float:
+    number = len(vars(net))
+    setattr(net, f"number{number}", 1.0)
+    return number
+
+
+def from_a_default_entry(net: Any) -> float:
+    net.number = net.__dict__.setdefault("number", 0) + 1
+    return net.number  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("scale", [from_the_number_of_attributes, from_a_default_entry])
 def test_reads_that_dynamo_does_not_guard_are_refused(scale: Callable[[Any], float]) -> None:
-    with pytest.raises(sw.CaptureError, match="`forward` changes the attribute 'number'") as error:
+    with pytest.raises(sw.CaptureError, match="`forward` changes the attribute 'number") as error:
         sw.capture(scaled_by(scale)(), (batches()[0],))
     cause = error.value.__cause__
     assert "which TorchDynamo does not detect" in str(cause and cause.__notes__)
+
+
+def later_entry(net: Any) -> float:
+    net.calls += 1
+    return net.__dict__.get("later", 1.0)  # type: ignore[no-any-return]
+
+
+def later_variable(net: Any) -> float:
+    net.calls += 1
+    return vars(net)["later"] if "later" in vars(net) else 1.0  # noqa: SIM401 - contains alone
+
+
+@pytest.mark.parametrize("scale", [later_entry, later_variable])
+def test_an_attribute_that_is_set_between_calls_is_read(scale: Callable[[Any], float]) -> None:
+    net, eager, (x, *_) = scaled_by(scale)(), scaled_by(scale)(), batches()
+    planned = sw.parallelize(net, sw.plan(net, (x,), devices=1))
+    for later in (None, 3.0):
+        if later is not None:
+            net.later = eager.later = later
+        for _ in range(2):
+            torch.testing.assert_close(planned(x), eager(x))
 
 
 class WrongScale(torch.autograd.Function):

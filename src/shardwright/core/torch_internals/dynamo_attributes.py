@@ -1,13 +1,14 @@
 """Attributes of objects in a trace of TorchDynamo: guards on missing ones, and assignments.
 
 PyTorch 2.13 guards on the result of `hasattr`, but not on an `AttributeError`, which `forward` may
-catch to create the attribute in its first call. It traces an assignment only if the class inherits
-`__setattr__` from `object`; `SimpleNamespace` has an equal method of its own.
+catch to create the attribute in its first call, nor on `name in vars(self)`. It traces an
+assignment only if the class inherits `__setattr__` from `object`; `SimpleNamespace` has an equal
+method of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from torch._dynamo.variables import (
     UserDefinedObjectVariable,
     user_defined,
 )
+from torch._dynamo.variables.dicts import DunderDictVariable
 
 
 @contextmanager
@@ -29,8 +31,22 @@ def guarding_missing_attributes() -> Iterator[None]:
     with (
         _patch_attribute_reads(UserDefinedObjectVariable),
         _patch_attribute_reads(UserDefinedClassVariable),
+        patch.object(DunderDictVariable, "install_dict_contains_guard", _guard_on_entry),
     ):
         yield
+
+
+def _guard_on_entry(variable: Any, tx: Any, keys: Sequence[Any]) -> None:
+    """Guard on whether an object has an attribute of its own, as `self.__dict__.get(name)` and
+    `name in vars(self)` read."""
+    key = keys[0]
+    if variable.source is None or not key.is_python_constant():
+        return
+    name = key.as_python_constant()
+    # Before the trace, whatever it assigns.
+    is_present = name in variable.items.item_dict
+    guard = GuardBuilder.DICT_CONTAINS if is_present else GuardBuilder.DICT_NOT_CONTAINS
+    install_guard(variable.source.make_guard(partial(guard, key=name)))
 
 
 def _patch_attribute_reads(variable_type: type) -> Any:
