@@ -6,12 +6,15 @@ pass starts when its stage is free and its inputs have arrived, and takes the se
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
+from itertools import accumulate, pairwise
 from operator import attrgetter
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
 
 from shardwright.core.partition.pipeline_spec import PipelineSpec
 from shardwright.core.partition.schedules import SCHEDULES, ScheduleSpec
@@ -23,6 +26,9 @@ FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT = "F", "B", "I", "W"
 halves of a split backward, for gradients of the chunk's inputs and of its parameters."""
 
 PASS_TYPES = FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT
+
+
+_Indices: TypeAlias = NDArray[np.integer]
 
 
 class Action(NamedTuple):
@@ -213,26 +219,28 @@ class Span:
     end: float
 
 
-@dataclass(frozen=True)
+# Compared by identity, as arrays have no truth value.
+@dataclass(frozen=True, eq=False)
 class Timeline:
     """Start and end of each pass of all pipeline stages in one step.
 
     Args:
         pipeline: simulated pipeline.
         chunks: seconds of each chunk, in model order.
-        ends: end of each pass in seconds, in an order in which dependencies come first.
+        ends: end of each pass in seconds, in the order of `_OrderedPasses`.
     """
 
     pipeline: PipelineSpec
     chunks: tuple[ChunkSeconds, ...]
-    ends: tuple[float, ...]
+    ends: NDArray[np.float64]
 
     @cached_property
     def stages(self) -> tuple[tuple[Span, ...], ...]:
         """Actions of each stage with start and end in seconds, in execution order."""
         # The passes of a stage are in its own order.
         ends: list[list[float]] = [[] for _ in range(self.pipeline.stages)]
-        for stage, end in zip(_passes_of_pipeline(self.pipeline).stages, self.ends, strict=True):
+        passes = _passes_of_pipeline(self.pipeline)
+        for stage, end in zip(passes.stages.tolist(), self.ends.tolist(), strict=True):
             ends[stage].append(end)
         return tuple(
             tuple(
@@ -245,16 +253,14 @@ class Timeline:
     @property
     def seconds(self) -> float:
         """Seconds from the first start to the last end on any stage."""
-        return max(self.ends)
+        return float(self.ends.max())
 
     @cached_property
     def bubbles(self) -> tuple[float, ...]:
         """Fraction of the step for which each stage is idle."""
-        busy = [0.0] * self.pipeline.stages
         passes, seconds = _passes_of_pipeline(self.pipeline), _seconds_of_passes(self.chunks)
-        for stage, seconds_index in zip(passes.stages, passes.seconds_indices, strict=True):
-            busy[stage] += seconds[seconds_index]
-        return tuple(1 - each / self.seconds for each in busy)
+        busy = np.bincount(passes.stages, seconds[passes.seconds_indices])
+        return tuple((1 - busy / self.seconds).tolist())
 
     @property
     def bubble(self) -> float:
@@ -280,18 +286,18 @@ def timeline(pipeline: PipelineSpec, chunks: Sequence[ChunkSeconds]) -> Timeline
             f"`chunks` has {len(chunks)} entries, but there are {pipeline.num_chunks} chunks\n"
             "pass the seconds of each chunk, in model order"
         )
-    passes, seconds = _passes_of_pipeline(pipeline), _seconds_of_passes(chunks)
-    # The last entry is for passes that receive nothing from another stage.
-    sends = [*(chunk.send for chunk in chunks), 0.0]
-    # Entry 0 is the start of the step. A message delays its receiver only: the sender goes on with
-    # its next pass.
-    ends = [0.0]
-    for previous, sender, border, seconds_index in zip(
-        *(passes.previous, passes.senders, passes.borders, passes.seconds_indices), strict=True
-    ):
-        free, received = ends[previous], ends[sender] + sends[border]
-        ends.append((free if free > received else received) + seconds[seconds_index])
-    return Timeline(pipeline, tuple(chunks), tuple(ends[1:]))
+    passes = _passes_of_pipeline(pipeline)
+    # The last entry is for passes that receive nothing from another stage. A message delays its
+    # receiver only: the sender goes on with its next pass.
+    delays = np.array([*(chunk.send for chunk in chunks), 0.0])[passes.borders]
+    seconds = _seconds_of_passes(chunks)[passes.seconds_indices]
+    # Entry 0 is the start of the step.
+    ends = np.zeros(len(seconds) + 1)
+    for first, last in pairwise(passes.waves):
+        wave = slice(first, last)
+        free, sent = ends[passes.previous[wave]], ends[passes.senders[wave]]
+        ends[first + 1 : last + 1] = np.maximum(free, sent + delays[wave]) + seconds[wave]
+    return Timeline(pipeline, tuple(chunks), ends[1:])
 
 
 def min_timeline_seconds(pipeline: PipelineSpec, chunks: Sequence[ChunkSeconds]) -> float:
@@ -317,20 +323,17 @@ def min_timeline_seconds(pipeline: PipelineSpec, chunks: Sequence[ChunkSeconds])
     return longest
 
 
-def _seconds_of_passes(chunks: Sequence[ChunkSeconds]) -> list[float]:
-    """Return the seconds of each pass type in each chunk, at `_seconds_index`."""
-    return [chunk.seconds_of(pass_type) for pass_type in PASS_TYPES for chunk in chunks]
-
-
-def _seconds_index(action: Action, num_chunks: int) -> int:
-    return PASS_TYPES.index(action.pass_type) * num_chunks + action.chunk
+def _seconds_of_passes(chunks: Sequence[ChunkSeconds]) -> NDArray[np.float64]:
+    """Return the seconds of all chunks for the first pass type, then for the second, and so on."""
+    return np.array([chunk.seconds_of(pass_type) for pass_type in PASS_TYPES for chunk in chunks])
 
 
 @dataclass(frozen=True)
 class _OrderedPasses:
     """All passes of a step in topological order, numbered from 1, with their dependencies.
 
-    Each array has one entry per pass; a step has up to millions of passes.
+    Passes are ordered by *waves*: passes of different stages that depend on earlier waves only, so
+    that a wave is simulated at once. Each array has one entry per pass; a step has up to millions.
 
     Args:
         stages: index of the stage that runs the pass.
@@ -339,13 +342,15 @@ class _OrderedPasses:
         borders: index of the chunk that sends its outputs to another stage, or that receives their
             gradients; the number of chunks if the pass receives nothing from another stage.
         seconds_indices: index of the seconds of the pass in `_seconds_of_passes`.
+        waves: index of the first pass of each wave, and the number of passes at the end.
     """
 
-    stages: array[int]
-    previous: array[int]
-    senders: array[int]
-    borders: array[int]
-    seconds_indices: array[int]
+    stages: _Indices
+    previous: _Indices
+    senders: _Indices
+    borders: _Indices
+    seconds_indices: _Indices
+    waves: Sequence[int]
 
 
 def _passes_of_pipeline(pipeline: PipelineSpec) -> _OrderedPasses:
@@ -363,57 +368,86 @@ def _passes_in_dependency_order(
     """Return all passes of a step in topological order, cached by pipeline."""
     pipeline = PipelineSpec(stages, micro_batches, schedule, chunks)
     orders, num_chunks = actions(pipeline), pipeline.num_chunks
-    stage_of_chunk = [pipeline.stage_of(chunk) for chunk in range(num_chunks)]
-    passes = _OrderedPasses(*(array("q") for _ in range(5)))
-    # Number of each action so far, and of the last action of each stage.
-    numbers: dict[tuple[int, str, int], int] = {}
-    last = [0] * len(orders)
-    # Index of the next action in the order of each stage.
-    positions = [0] * len(orders)
-    unfinished = set(range(len(orders)))
+    stage_of_chunk = np.array([pipeline.stage_of(chunk) for chunk in range(num_chunks)])
+    in_order = [action for order in orders for action in order]
+    chunk_of_pass = np.array([action.chunk for action in in_order])
+    pass_types = np.array([PASS_TYPES.index(action.pass_type) for action in in_order])
+    firsts = [0, *accumulate(map(len, orders))]
+    previous = np.arange(len(in_order))
+    # Entry 0 is the start of the step, so the pass before the first one of a stage.
+    previous[firsts[:-1]] = 0
+    neighbors, senders = _find_senders(
+        chunk_of_pass, pass_types, np.array([action.micro_batch for action in in_order])
+    )
+    is_sent = stage_of_chunk[neighbors] != stage_of_chunk[chunk_of_pass]
+    waves = _waves_of_passes(firsts, senders.tolist())
+    order = np.argsort(waves, kind="stable")
+    numbers = np.zeros(len(order) + 1, np.int32)
+    numbers[order + 1] = np.arange(1, len(order) + 1)
+    return _OrderedPasses(
+        stage_of_chunk[chunk_of_pass][order],
+        numbers[previous[order]],
+        numbers[senders[order]],
+        np.where(is_sent, np.minimum(chunk_of_pass, neighbors), num_chunks)[order],
+        (pass_types * num_chunks + chunk_of_pass)[order],
+        [0, *np.cumsum(np.bincount(waves)).tolist()],
+    )
+
+
+def _find_senders(
+    chunks: _Indices, pass_types: _Indices, micro_batches: _Indices
+) -> tuple[_Indices, _Indices]:
+    """Return, for each pass, the chunk that computes its inputs and the number of the pass that
+    does, counted from 1; 0 for inputs of the model.
+
+    Args:
+        chunks, pass_types, micro_batches: of each pass, as indices.
+    """
+    last_chunk = int(chunks.max())
+    numbers = np.zeros((last_chunk + 1, len(PASS_TYPES), int(micro_batches.max()) + 1), np.int64)
+    numbers[chunks, pass_types, micro_batches] = np.arange(1, len(chunks) + 1)
+    forward, backward, of_input, of_weight = range(len(PASS_TYPES))
+    is_forward, is_weight = pass_types == forward, pass_types == of_weight
+    # The last chunk computes the loss, from which its backward pass starts.
+    is_loss = ~is_forward & ~is_weight & (chunks == last_chunk)
+    step = np.where(is_forward, -1, np.where(is_weight | is_loss, 0, 1))
+    # The inputs of the first chunk are there from the start.
+    neighbors = np.maximum(chunks + step, 0)
+    sent_by = np.where(is_forward | is_loss, forward, of_input)
+    senders = numbers[neighbors, sent_by, micro_batches]
+    # A schedule may split the backward passes of some micro-batches only.
+    full = numbers[neighbors, backward, micro_batches]
+    senders = np.where((sent_by == of_input) & ~is_weight & (full > 0), full, senders)
+    return neighbors, np.where(is_forward & (chunks == 0), 0, senders)
+
+
+def _waves_of_passes(firsts: Sequence[int], senders: Sequence[int]) -> NDArray[np.int64]:
+    """Return the wave of each pass: one more than the latest of the passes on which it depends.
+
+    Args:
+        firsts: index of the first pass of each stage, and the number of passes.
+        senders: number of the pass that computes the inputs of each pass, counted from 1.
+    """
+    # Entry 0 is the start of the step; None for passes whose inputs have not arrived.
+    waves: list[int | None] = [-1, *[None] * len(senders)]
+    positions, latest = list(firsts[:-1]), [-1] * (len(firsts) - 1)
+    unfinished = [stage for stage, first in enumerate(positions) if first < firsts[stage + 1]]
     # Each round runs each stage until it needs inputs that have not arrived from another stage.
     while unfinished:
-        num_done = len(numbers)
-        # A sorted copy: stages are discarded in the loop, and the order must be reproducible.
-        for stage in sorted(unfinished):
-            order = orders[stage]
-            while positions[stage] < len(order):
-                action = order[positions[stage]]
-                neighbor, sender = _find_sender(action, numbers, num_chunks - 1)
-                if sender is None:
+        before = sum(positions)
+        for stage in unfinished:
+            wave = latest[stage]
+            for index in range(positions[stage], firsts[stage + 1]):
+                sent = waves[senders[index]]
+                if sent is None:
                     break
-                # Border c lies between chunks c and c + 1, in both directions.
-                is_sent = stage_of_chunk[neighbor] != stage
-                passes.stages.append(stage)
-                passes.previous.append(last[stage])
-                passes.senders.append(sender)
-                passes.borders.append(min(action.chunk, neighbor) if is_sent else num_chunks)
-                passes.seconds_indices.append(_seconds_index(action, num_chunks))
-                numbers[action] = last[stage] = len(numbers) + 1
+                wave = 1 + (sent if sent > wave else wave)
+                waves[index + 1] = wave
                 positions[stage] += 1
-            if positions[stage] == len(order):
-                unfinished.discard(stage)
-        assert len(numbers) > num_done, "deadlock: every stage waits for another one"
-    return passes
-
-
-def _find_sender(
-    action: Action, numbers: Mapping[tuple[int, str, int], int], last_chunk: int
-) -> tuple[int, int | None]:
-    """Return the chunk that computes the inputs of `action`, and the number of the pass that does;
-    0 for inputs of the model, None if `numbers` does not contain this pass yet."""
-    chunk, pass_type, micro_batch = action
-    if pass_type == FORWARD:
-        # The inputs of the first chunk are there from the start.
-        return (chunk - 1, numbers.get((chunk - 1, FORWARD, micro_batch))) if chunk else (chunk, 0)
-    if pass_type == BACKWARD_WEIGHT:
-        return chunk, numbers.get((chunk, BACKWARD_INPUT, micro_batch))
-    # The last chunk computes the loss, from which its backward pass starts.
-    if chunk == last_chunk:
-        return chunk, numbers.get((chunk, FORWARD, micro_batch))
-    # A schedule may split the backward passes of some micro-batches only.
-    full_backward = numbers.get((chunk + 1, BACKWARD, micro_batch))
-    return chunk + 1, full_backward or numbers.get((chunk + 1, BACKWARD_INPUT, micro_batch))
+            latest[stage] = wave
+        unfinished = [stage for stage in unfinished if positions[stage] < firsts[stage + 1]]
+        assert sum(positions) > before, "deadlock: every stage waits for another one"
+    return np.array(waves[1:])
 
 
 def draw_timeline(timeline: Timeline, width: int = 96) -> str:

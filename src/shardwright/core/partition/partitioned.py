@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from math import prod
+from weakref import WeakKeyDictionary
 
 from shardwright.core.graph.graph import Graph, Origin, Value, WholeBatch
 from shardwright.core.graph.split import GraphChunk, split_graph
@@ -19,6 +20,7 @@ from shardwright.core.partition.decisions import CutAxes, Decisions
 from shardwright.core.partition.local_outputs import local_outputs, outputs_without_samples
 from shardwright.core.partition.pipeline_spec import ONE_STAGE, PipelineSpec
 from shardwright.core.rules import is_random, rule_of
+from shardwright.core.rules.rule import num_rules
 from shardwright.errors import PlanError
 
 
@@ -279,4 +281,14 @@ class Partitioned:
 
 def random_operators(graph: Graph) -> frozenset[str]:
     """Return the names of the operators that draw random numbers."""
-    return frozenset(op.name for op in graph.ops if is_random(op))
+    # A rule that is registered later may say that its operator draws.
+    num_rules_then, names = _CACHED_RANDOM.get(graph, (None, frozenset[str]()))
+    if num_rules_then != num_rules():
+        names = frozenset(op.name for op in graph.ops if is_random(op))
+        _CACHED_RANDOM[graph] = num_rules(), names
+    return names
+
+
+_CACHED_RANDOM: WeakKeyDictionary[Graph, tuple[int, frozenset[str]]] = WeakKeyDictionary()
+"""Number of rules, and the names of the random operators by these rules, of each graph; a search
+partitions a graph thousands of times."""
