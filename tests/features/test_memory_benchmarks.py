@@ -11,7 +11,7 @@ from benchmarks.memory_cases import CASES
 from benchmarks.slow import slept, slow
 
 from shardwright.core.cost.memory import Memory, StageMemory
-from shardwright.core.cost.pipeline_timeline import actions
+from shardwright.core.cost.pipeline_actions import actions
 
 
 def stage(number: int, peak: int) -> StageMemory:

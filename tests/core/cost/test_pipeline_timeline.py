@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Container
 
 import pytest
 
-from shardwright.core.cost.pipeline_timeline import (
-    Action,
-    ChunkSeconds,
-    actions,
-    in_flight_counts,
-    min_timeline_seconds,
-    timeline,
-)
+from shardwright.core.cost.pipeline_actions import Action, actions, in_flight_counts
+from shardwright.core.cost.pipeline_timeline import ChunkSeconds, min_timeline_seconds, timeline
 from shardwright.core.partition.pipeline_spec import PipelineSpec
 from shardwright.errors import PlanError
 
@@ -63,7 +58,9 @@ def test_every_part_runs_every_micro_batch_once_each_way_on_its_own_stage(
 
 
 @pytest.mark.parametrize("pipeline", LEGAL, ids=name)
-def test_nothing_begins_before_what_it_needs_has_ended_and_arrived(pipeline: PipelineSpec) -> None:
+def test_each_pass_begins_as_soon_as_what_it_needs_has_ended_and_arrived(
+    pipeline: PipelineSpec,
+) -> None:
     parts = [
         ChunkSeconds(1 + part % 3, 2 + part % 2, send=0.25) for part in range(pipeline.num_chunks)
     ]
@@ -71,12 +68,30 @@ def test_nothing_begins_before_what_it_needs_has_ended_and_arrived(pipeline: Pip
     spans = {span.action: span for stage in line.stages for span in stage}
     for stage in line.stages:
         assert all(a.end <= b.start for a, b in itertools.pairwise(stage))
+    before_on_stage = {
+        b.action: a.end for stage in line.stages for a, b in itertools.pairwise(stage)
+    }
     for action, span in spans.items():
-        if action.pass_type != "F" or action.chunk == 0:
-            continue
-        before = spans[Action(action.chunk - 1, "F", action.micro_batch)]
-        apart = pipeline.stage_of(action.chunk) != pipeline.stage_of(action.chunk - 1)
-        assert span.start >= before.end + 0.25 * apart
+        free, arrived = before_on_stage.get(action, 0.0), 0.0
+        if (sender := sender_of(action, spans.keys(), pipeline)) is not None:
+            apart = pipeline.stage_of(action.chunk) != pipeline.stage_of(sender.chunk)
+            arrived = spans[sender].end + 0.25 * apart
+        assert span.start == max(free, arrived)
+
+
+def sender_of(
+    action: Action, all_actions: Container[Action], pipeline: PipelineSpec
+) -> Action | None:
+    """The pass that computes what `action` reads."""
+    chunk, kind, piece = action
+    if kind == "W":
+        return Action(chunk, "I", piece)
+    if kind == "F":
+        return Action(chunk - 1, "F", piece) if chunk else None
+    if chunk == pipeline.num_chunks - 1:
+        return Action(chunk, "F", piece)
+    full = Action(chunk + 1, "B", piece)
+    return full if full in all_actions else Action(chunk + 1, "I", piece)
 
 
 @pytest.mark.parametrize("pipeline", LEGAL, ids=name)

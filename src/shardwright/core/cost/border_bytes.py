@@ -7,7 +7,7 @@ from math import prod
 
 import torch
 
-from shardwright.core.cost.pipeline_timeline import (
+from shardwright.core.cost.pipeline_actions import (
     BACKWARD,
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,

@@ -17,11 +17,7 @@ import torch
 
 from shardwright.core.cost.fused_kernels import FusedKernels
 from shardwright.core.cost.meta_chunk import BUFFERS, GRADIENTS, BytesByCategory, MetaChunk, Phase
-from shardwright.core.cost.pipeline_timeline import (
-    BACKWARD,
-    BACKWARD_INPUT,
-    BACKWARD_WEIGHT,
-)
+from shardwright.core.cost.pipeline_actions import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT
 from shardwright.core.cost.tensor_tracking import (
     WEIGHTS,
 )

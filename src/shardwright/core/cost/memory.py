@@ -6,7 +6,7 @@
          + temporary tensors of the current pass
 
 A dry run measures each chunk for one micro-batch (`core/cost/dry_run.py`), the schedule decides the
-number of micro-batches in flight (`core/cost/pipeline_timeline.py`), and `BorderBytes` adds the
+number of micro-batches in flight (`core/cost/pipeline_actions.py`), and `BorderBytes` adds the
 tensors sent between stages that stay alive, and removes what two chunks of a stage share.
 """
 
@@ -42,7 +42,7 @@ from shardwright.core.cost.optimizer_state import (
     optimizer_name,
     table_shapes_of,
 )
-from shardwright.core.cost.pipeline_timeline import (
+from shardwright.core.cost.pipeline_actions import (
     BACKWARD,
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,

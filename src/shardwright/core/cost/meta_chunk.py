@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwright.core.cost.pipeline_timeline import (
+from shardwright.core.cost.pipeline_actions import (
     BACKWARD,
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,

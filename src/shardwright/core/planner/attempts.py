@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from shardwright.core.cost.memory import Memory, StageMemory, bytes_text
-from shardwright.core.cost.pipeline_timeline import check_pipelining
+from shardwright.core.cost.pipeline_actions import check_pipelining
 from shardwright.core.partition.decisions import ZERO_LEVELS, OptimizerParallel
 from shardwright.core.partition.pipeline_spec import PipelineSpec
 from shardwright.core.planner.options import AUTO_RECOMPUTE, PlanOptions

@@ -16,7 +16,7 @@ from shardwright.core.constraints.shard import pins_of
 from shardwright.core.cost.cluster import Cluster
 from shardwright.core.cost.dry_run import DryRunCache
 from shardwright.core.cost.memory import Memory
-from shardwright.core.cost.pipeline_timeline import actions
+from shardwright.core.cost.pipeline_actions import actions
 from shardwright.core.cost.predict import predict
 from shardwright.core.graph.graph import Graph, Op
 from shardwright.core.partition.decisions import Recompute

@@ -15,7 +15,7 @@ import torch
 from shardwright.core.cost.flops import is_view
 from shardwright.core.cost.memory import Memory, StageMemory
 from shardwright.core.cost.meta_chunk import ACTIVATIONS
-from shardwright.core.cost.pipeline_timeline import (
+from shardwright.core.cost.pipeline_actions import (
     BACKWARD,
     BACKWARD_INPUT,
     FORWARD,

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache, cached_property
 
-from shardwright.core.cost.pipeline_timeline import actions, in_flight_counts
+from shardwright.core.cost.pipeline_actions import actions, in_flight_counts
 from shardwright.core.graph.graph import Op
 from shardwright.core.partition.decisions import Decisions, Recompute
 from shardwright.core.partition.pipeline_spec import PipelineSpec
