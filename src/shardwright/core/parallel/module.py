@@ -88,8 +88,8 @@ class Copyable:
         raise PlanError(
             f"a planned {type(self).__name__} cannot be pickled, as it is bound to this process's "
             "groups\n"
-            "save its parameters with `sw.save_state_dict(net, path)` or `sw.save_checkpoint` and "
-            "load them into another model, or copy the model with `copy.deepcopy(net)`"
+            "save its parameters with `sw.save_state_dict(net, path)` or `sw.save_checkpoint`, save"
+            " the model inside `with sw.whole(net):`, or copy it with `copy.deepcopy(net)`"
         )
 
 
@@ -417,8 +417,6 @@ def refuse_training(*_: Any, **__: Any) -> NoReturn:
 
 def _check_reserved_names(module: nn.Module) -> None:
     for name in sorted(_RESERVED_NAMES):
-        if vars(module).get(name) is refuse_training:  # copied inside `sw.whole`
-            del vars(module)[name]
         # `compile` and `to_empty` exist in every module: only overrides are refused.
         is_overridden = getattr(type(module), name, None) is not getattr(nn.Module, name, None)
         if name in vars(module) or is_overridden:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copyreg
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -77,9 +79,11 @@ def whole(
         _restore_original_module(net, execution, undo)
         # `ExitStack` undoes in reverse, also after an error: the class first, the parameters last.
         undo.callback(object.__setattr__, net, "__class__", parallel_class)
-        # So that the model can be pickled: an execution refers to process groups.
+        # An execution refers to process groups, which cannot be pickled.
         undo.callback(vars(net).__setitem__, "execution", vars(net).pop("execution"))
         object.__setattr__(net, "__class__", user_class_of(parallel_class))
+        for module_class in {type(module) for module in net.modules()}:
+            _reduce_as_original(module_class, undo)
         versions = {name: version(tensor) for name, tensor in parameters.items()}
         yield net
         for name, parameter in parameters.items():
@@ -237,3 +241,40 @@ def _restore_original_module(net: nn.Module, execution: Execution, undo: ExitSta
         if parameter.requires_grad:
             # Gradients of the copies would be lost at the end of the context.
             parameter.register_hook(refuse_training)  # type: ignore[no-untyped-call]
+
+
+STATE_DICT_HOOKS = {name for name in vars(nn.Module()) if "state_dict" in name}
+"""Attributes of a module with the hooks of `state_dict` and `load_state_dict`."""
+
+
+def _reduce_as_original(module_class: type[nn.Module], undo: ExitStack) -> None:
+    """Make pickles and copies of instances the same as in a model that was never planned, so that
+    `torch.load` reads them where Shardwright is not installed."""
+    # Not by a method of the instances, as shallow copies would have it too.
+    table: dict[type, Any] = copyreg.dispatch_table
+    earlier = table.get(module_class)
+
+    def reduce(module: nn.Module) -> Any:
+        reduced = earlier(module) if earlier is not None else module.__reduce_ex__(2)
+        if not isinstance(reduced, tuple) or len(reduced) < 3 or not isinstance(reduced[2], dict):
+            # The class chooses by itself what is pickled.
+            return reduced
+        state = {name: value for name, value in reduced[2].items() if value is not refuse_training}
+        for name in STATE_DICT_HOOKS & state.keys():
+            hooks = state[name].items()
+            state[name] = type(state[name])((k, hook) for k, hook in hooks if not _is_ours(hook))
+        return *reduced[:2], state, *reduced[3:]
+
+    table[module_class] = reduce
+    if earlier is not None:
+        undo.callback(table.__setitem__, module_class, earlier)
+    else:
+        undo.callback(table.pop, module_class)
+
+
+def _is_ours(hook: Any) -> bool:
+    """Whether a hook of a module is not the user's but one of planned models."""
+    # PyTorch wraps hooks that take the module.
+    function = getattr(hook, "hook", hook)
+    function = function.func if isinstance(function, partial) else function
+    return (getattr(function, "__module__", None) or "").startswith("shardwright.")
