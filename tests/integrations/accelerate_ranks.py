@@ -121,6 +121,10 @@ def counts_each_sample_once() -> None:
             total = accelerator.reduce(torch.full((), 3, dtype=dtype), "sum")
             assert total == (6 if "dataset_strategy" in options else 3)
             assert total.dtype == dtype
+        # One rank decides to stop, and all do.
+        if accelerator.is_main_process:
+            accelerator.set_trigger()
+        assert accelerator.check_trigger()
 
 
 def prepare_loader(training: Training, options: dict[str, Any]) -> Any:

@@ -52,14 +52,14 @@ from shardwright.text_files import read_text, write_text
 
 require_version("accelerate", "shardwright.integrations.accelerate")
 
-from accelerate.data_loader import prepare_data_loader  # noqa: E402
 from accelerate.optimizer import AcceleratedOptimizer  # noqa: E402
 from accelerate.scheduler import AcceleratedScheduler  # noqa: E402
-from accelerate.utils import MODEL_NAME, SAFE_MODEL_NAME, DistributedType, RNGType  # noqa: E402
+from accelerate.utils import MODEL_NAME, SAFE_MODEL_NAME, DistributedType  # noqa: E402
 
 from shardwright.integrations.accelerate_loaders import (  # noqa: E402
     divide_loader,
     find_distributed_samplers,
+    prepare_divided_loader,
 )
 from shardwright.integrations.accelerate_metrics import (  # noqa: E402
     drop_repeated_samples,
@@ -214,28 +214,10 @@ def _prepare_loader(accelerator: Any, loader: DataLoader[Any], shards: DataShard
         shards.check_divided_loader(loader)
         return loader
     shards.check_loader(loader)
-    config = accelerator.dataloader_config
-    rng_types = {str(RNGType(rng_type).value) for rng_type in accelerator.rng_types or ()}
-    # Samplers without a generator draw from torch's, whose state must be equal on all ranks.
-    rng_types |= {"torch"} if dist.is_initialized() else set()
     # A `DistributedSampler` has divided the samples already.
-    divided = shards.count == 1 or bool(find_distributed_samplers(loader))
-    prepared = prepare_data_loader(
-        loader if divided else divide_loader(loader, shards, config.even_batches),
-        accelerator.device,
-        # The loader is divided above.
-        num_processes=1,
-        process_index=0,
-        put_on_device=accelerator.device_placement,
-        rng_types=sorted(rng_types),
-        # Every rank reads its samples itself, instead of rank 0 for all.
-        dispatch_batches=False,
-        even_batches=config.even_batches,
-        use_seedable_sampler=config.use_seedable_sampler,
-        data_seed=config.data_seed,
-        non_blocking=config.non_blocking,
-        use_stateful_dataloader=config.use_stateful_dataloader,
-    )
+    if shards.count > 1 and not find_distributed_samplers(loader):
+        loader = divide_loader(loader, shards, accelerator.dataloader_config.even_batches)
+    prepared = prepare_divided_loader(accelerator, loader)
     return _append_prepared(prepared, accelerator._dataloaders)
 
 
@@ -351,12 +333,13 @@ def _reduce_distinct_samples(
         return reduced
 
     def of_distinct_samples(value: Any) -> Any:
-        """Divide a sum over ranks by the number of ranks with equal samples, rounding integers
-        down."""
+        """Divide a sum over ranks by the number of ranks with equal samples."""
         if not isinstance(value, Tensor):
             return value
-        is_count = not (value.is_floating_point() or value.is_complex())
-        return torch.div(value, copies, rounding_mode="floor" if is_count else None)
+        if value.is_floating_point() or value.is_complex():
+            return value / copies
+        # Away from zero: a flag of one rank, such as that of `set_trigger`, remains a flag.
+        return torch.div(value + value.sign() * (copies - 1), copies, rounding_mode="trunc")
 
     return pytree.tree_map(of_distinct_samples, reduced)
 

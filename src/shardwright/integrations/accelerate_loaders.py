@@ -8,11 +8,37 @@ from itertools import cycle, islice
 from typing import Any
 
 import torch
-from accelerate.data_loader import BatchSamplerShard
+import torch.distributed as dist
+from accelerate.data_loader import BatchSamplerShard, prepare_data_loader
+from accelerate.utils import RNGType
 from torch.utils.data import DataLoader, IterableDataset
 
 from shardwright.errors import DataError
 from shardwright.integrations.rank_data import DataShards
+
+
+def prepare_divided_loader(accelerator: Any, loader: DataLoader[Any]) -> Any:
+    """Prepare a loader that already gives each rank the samples of the plan."""
+    config = accelerator.dataloader_config
+    rng_types = {str(RNGType(rng_type).value) for rng_type in accelerator.rng_types or ()}
+    # Samplers without a generator draw from torch's, whose state must be equal on all ranks.
+    rng_types |= {"torch"} if dist.is_initialized() else set()
+    return prepare_data_loader(
+        loader,
+        accelerator.device,
+        # Accelerate does not divide it once more.
+        num_processes=1,
+        process_index=0,
+        put_on_device=accelerator.device_placement,
+        rng_types=sorted(rng_types),
+        # Every rank reads its samples itself, instead of rank 0 for all.
+        dispatch_batches=False,
+        even_batches=config.even_batches,
+        use_seedable_sampler=config.use_seedable_sampler,
+        data_seed=config.data_seed,
+        non_blocking=config.non_blocking,
+        use_stateful_dataloader=config.use_stateful_dataloader,
+    )
 
 
 def divide_loader(
@@ -114,5 +140,6 @@ class ShardedStream(IterableDataset[Any]):
 
 
 def find_distributed_samplers(loader: DataLoader[Any]) -> list[Any]:
+    """Return the `DistributedSampler`s of a loader and of its batch sampler."""
     samplers = (loader.sampler, getattr(loader.batch_sampler, "sampler", None))
     return [s for s in samplers if isinstance(s, torch.utils.data.DistributedSampler)]

@@ -30,6 +30,7 @@ DATA = {
     "core/graph/blockwise_attention.py": "on which devices PyTorch has a kernel",
     "core/graph/segment_matmul.py": "on which devices PyTorch has a kernel",
     "integrations/accelerate.py": "the object of Accelerate",
+    "integrations/accelerate_loaders.py": "the object of Accelerate",
     "integrations/lightning.py": "an attribute of strategies",
     "integrations/transformers.py": "an attribute of `Trainer`",
 }
