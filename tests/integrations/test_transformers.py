@@ -189,6 +189,7 @@ def test_samples_that_do_not_fill_the_last_batch_count_once(
 ) -> None:
     logs, wanted_logs = (logs[case] for logs in uneven_logs)
     for log, wanted in zip(logs, wanted_logs, strict=True):
+        assert log.keys() == wanted.keys()
         log, wanted = (
             {key: value for key, value in each.items() if not TIMES.search(key)}
             for each in (log, wanted)

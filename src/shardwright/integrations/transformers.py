@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import logging
 import os
-import random
 import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from copy import copy
 from functools import wraps
-from itertools import islice
 from pathlib import Path
 from types import MethodType, SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from shardwright.core.api.parallelize import parallelize
 from shardwright.core.api.plan import plan as plan_model
@@ -40,14 +36,20 @@ from shardwright.integrations.trainer_checkpoints import (
     save_optimizer,
     share_random_state,
 )
+from shardwright.integrations.trainer_first_batch import (
+    ModelArguments,
+    ModelStandIn,
+    read_first_batch,
+    record_first_call,
+)
 from shardwright.integrations.versions import require_version
 
 require_version("transformers", "ShardwrightTrainer")
 require_version("accelerate", "ShardwrightTrainer")
 
-from accelerate.data_loader import prepare_data_loader  # noqa: E402
-from accelerate.utils import RNGType  # noqa: E402
 from transformers import trainer, trainer_callback, trainer_pt_utils  # noqa: E402
+
+from shardwright.integrations.accelerate_loaders import prepare_divided_loader  # noqa: E402
 
 log = logging.getLogger("shardwright")
 
@@ -130,38 +132,23 @@ class ShardwrightTrainer(Trainer):  # type: ignore[misc]
         self.model = self.model_wrapped = parallel_model
         self.callback_handler.model = self.model
 
-    def _capture_model_arguments(
-        self, dataloader: DataLoader[Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _capture_model_arguments(self, dataloader: DataLoader[Any]) -> ModelArguments:
         """Return (args, kwargs) of the model's call in `compute_loss` for the first batch."""
         batch_size = self._compute_global_batch_size(self.args.per_device_train_batch_size)
-        dataset = dataloader.dataset
-        # Restored below, so that the draws of datasets and collators are repeated in training.
-        random_states = random.getstate(), np.random.get_state()
-        # Without devices: samplers and collators draw from the CPU's generator.
-        with torch.random.fork_rng(devices=[]):
-            if isinstance(dataset, IterableDataset):
-                samples = _peek_samples(dataset, batch_size)
-            else:
-                length = len(dataset)  # type: ignore[arg-type]
-                # A dataset smaller than a batch repeats its samples, as only shapes matter.
-                samples = [dataset[index % length] for index in range(batch_size)]
-            batch = dataloader.collate_fn(samples)
-        random.setstate(random_states[0])
-        np.random.set_state(random_states[1])
+        batch = read_first_batch(dataloader, batch_size)
         num_items = self._get_num_items_in_batch([batch], self.args.device)
         # Planned as it trains, also if an evaluation comes first.
         self.model.train()
         # Trainers prepare the arguments of their models in different ways, so they are taken from
         # the call in `compute_loss`.
-        try:
-            self.compute_loss(
-                _FirstCallRecorder(self.model),
-                self._prepare_inputs(batch),
-                num_items_in_batch=num_items,
-            )
-        except _FirstCallError as call:
-            return call.call
+        call = record_first_call(
+            self.model,
+            lambda model: self.compute_loss(
+                model, self._prepare_inputs(batch), num_items_in_batch=num_items
+            ),
+        )
+        if call is not None:
+            return call
         raise PlanError(
             f"{type(self).__name__}.compute_loss does not call its argument `model`\n"
             "pass a plan to the trainer (`plan=sw.plan(...)`)"
@@ -224,10 +211,17 @@ class ShardwrightTrainer(Trainer):  # type: ignore[misc]
         self.args.enable_jit_checkpoint = False
         super().create_accelerator_and_postprocess()
         # Accelerate would wrap the model in DDP, and gather outputs that every rank already has.
-        self.accelerator.prepare_model = lambda model, *_, **__: model
+        self.accelerator.prepare_model = self._register_model
         self.accelerator.gather = lambda data, *_, **__: data
         self.accelerator.gather_for_metrics = self._truncate_last_batch
         self.gather_function = self._truncate_last_batch
+
+    def _register_model(self, model: nn.Module, *_: Any, **__: Any) -> nn.Module:
+        """Return `model` unchanged, in place of `accelerator.prepare_model`."""
+        # Otherwise `Trainer` prepares the model, and reports the time, in each evaluation.
+        if all(registered is not model for registered in self.accelerator._models):
+            self.accelerator._models.append(model)
+        return model
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Do nothing: `parallelize` moves only this rank's shards to the device."""
@@ -257,34 +251,15 @@ class ShardwrightTrainer(Trainer):  # type: ignore[misc]
         for name in ("per_device_train_batch_size", "per_device_eval_batch_size"):
             setattr(args, name, self._compute_global_batch_size(getattr(args, name)))
         self.args = args
-        self.accelerator.prepare_data_loader = self._prepare_unsharded_dataloader
+        self.accelerator.prepare_data_loader = lambda loader, **_: prepare_divided_loader(
+            self.accelerator, loader
+        )
         try:
             yield
         finally:
             self.args = original_args
             # The method of the class applies again.
             del self.accelerator.prepare_data_loader
-
-    def _prepare_unsharded_dataloader(self, loader: DataLoader[Any], **_: Any) -> Any:
-        accelerator = self.accelerator
-        config = accelerator.dataloader_config
-        rng_types = {str(RNGType(rng_type).value) for rng_type in accelerator.rng_types or ()}
-        return prepare_data_loader(
-            loader,
-            accelerator.device,
-            num_processes=1,
-            process_index=0,
-            put_on_device=accelerator.device_placement,
-            # Samplers without their own generator draw from torch's, which must be equal on all
-            # ranks.
-            rng_types=sorted({*rng_types, "torch"} if dist.is_initialized() else rng_types),
-            dispatch_batches=False,
-            even_batches=False,
-            use_seedable_sampler=config.use_seedable_sampler,
-            data_seed=config.data_seed,
-            non_blocking=config.non_blocking,
-            use_stateful_dataloader=config.use_stateful_dataloader,
-        )
 
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
@@ -380,28 +355,6 @@ class _StopAfterStep(trainer_callback.TrainerCallback):
             control.should_save = control.should_training_stop = True
 
 
-def _peek_samples(dataset: IterableDataset[Any], count: int) -> list[Any]:
-    """Read the first `count` samples of an iterable dataset, which training reads again.
-
-    Raises:
-        ConfigError: if the dataset can be iterated only once.
-    """
-    stream = iter(dataset)
-    # An iterator returns itself; a dataset that can be read again returns a new iterator.
-    if stream is iter(dataset):
-        raise ConfigError(
-            f"{type(dataset).__name__}.__iter__ returns the same iterator each time, so training "
-            "would miss the samples with which the model is planned\n"
-            "return a new iterator, or pass a plan to the trainer (`plan=sw.plan(...)`)"
-        )
-    generator = getattr(dataset, "generator", None)
-    state = generator.get_state() if isinstance(generator, torch.Generator) else None
-    samples = list(islice(stream, count))
-    if state is not None:
-        dataset.generator.set_state(state)  # type: ignore[attr-defined]
-    return samples
-
-
 def _make_bfloat16_forward(model: nn.Module, device_type: str) -> MethodType:
     """Return the model's `forward` under bfloat16 autocast, with float32 outputs."""
     # An instance may have its own `forward`, for example from `replace_fused_lm_heads`.
@@ -419,28 +372,7 @@ def _make_bfloat16_forward(model: nn.Module, device_type: str) -> MethodType:
     return MethodType(forward, model)
 
 
-class _FirstCallError(Exception):
-    """Exception that ends `compute_loss` at its first call of a model; `call` has the arguments."""
-
-    def __init__(self, call: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
-        super().__init__()
-        self.call = call
-
-
-class _FirstCallRecorder:
-    """Stand-in for a model whose first call raises `_FirstCallError` with its arguments."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise _FirstCallError((args, kwargs))
-
-
-class _FullOutputModel(_FirstCallRecorder):
+class _FullOutputModel(ModelStandIn):
     """Proxy of a model that returns full tensors instead of DTensors."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
