@@ -38,7 +38,7 @@ from shardwright.core.planner.options import COUNT, KeywordOptions, PlanOptions
 from shardwright.core.planner.ranking import Ranking, options_to_rank
 from shardwright.core.planner.requirement import one_of
 from shardwright.core.runtime.counted_calls import watch_rank
-from shardwright.core.search.assign_stages import StageConfig
+from shardwright.core.search.configured_stages import StageConfig
 from shardwright.errors import PlanError, StrategyError
 from shardwright.progress import OnProgress, ignore_progress
 

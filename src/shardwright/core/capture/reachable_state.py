@@ -7,7 +7,6 @@ during capture.
 
 from __future__ import annotations
 
-import functools
 import os
 import random
 import sys
@@ -16,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from types import BuiltinMethodType, CellType, CodeType, FunctionType, MethodType, ModuleType
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor, nn
@@ -27,7 +26,6 @@ from shardwright.core.capture.state_contents import (
     ATOMS,
     CONTENT_TYPES,
     MISSING,
-    OF_TORCH,
     STATE,
     After,
     Attribute,
@@ -36,6 +34,14 @@ from shardwright.core.capture.state_contents import (
     cached_results,
     contents_of,
     is_same,
+)
+from shardwright.core.capture.state_readers import (
+    METHOD_TYPES,
+    GlobalsReader,
+    read_class_attributes,
+    read_defaults,
+    read_module_attributes,
+    vars_of,
 )
 from shardwright.core.capture.undone_effects import replace_contents
 from shardwright.core.torch_internals.hooks import forward_hooks
@@ -54,7 +60,6 @@ _GENERATORS_OF_LIBRARIES = tuple(draw.__self__ for draw in _DRAWS)
 _CONTAINERS = (CellType, list, deque, dict, set)
 _ORDERED = (list, tuple, set, frozenset, deque)
 _INDEXED = (*_ORDERED, dict, CellType)
-_METHODS = (FunctionType, property, functools.cached_property, staticmethod, classmethod)
 _INSTALLED = ("site-packages", "dist-packages")
 
 
@@ -156,7 +161,7 @@ class ReachableState:
             description = f"attribute {{}} of a {type(child).__name__}"
             # `OF_TORCH` contains `forward`, which may be a closure that is set on the instance.
             own_forward = {name: vars(child)[name] for name in ("forward",) if name in vars(child)}
-            for name, value in (_read_module_attributes(child) | own_forward).items():
+            for name, value in (read_module_attributes(child) | own_forward).items():
                 self._enqueue(value, StateLocation(description, path).inside(name, indexed=False))
             for hook in (hook for hooks in forward_hooks(child) for hook in hooks.values()):
                 self._enqueue(
@@ -189,7 +194,7 @@ class ReachableState:
         for holder in self._recorded:
             if isinstance(holder.value, _CONTAINERS):
                 yield holder.value, None
-            elif isinstance(holder.read, _GlobalsReader):
+            elif isinstance(holder.read, GlobalsReader):
                 names = tuple(name for name in holder.contents if isinstance(name, str))
                 yield holder.read.namespace(holder.value), names
 
@@ -219,7 +224,7 @@ class ReachableState:
                 for name, value in vars(cls).items():
                     # `getattr` may call any method, and Python itself calls `__len__` and the like.
                     named = self._names & {name, "getattr", "methodcaller"} or name[:2] == "__"
-                    if isinstance(value, _METHODS) and named:
+                    if isinstance(value, METHOD_TYPES) and named:
                         self._enqueue(value, StateLocation("method {}", f"{cls.__name__}.{name}"))
             has_new = bool(self._waiting)
 
@@ -247,7 +252,7 @@ class ReachableState:
         value_type = type(value)
         if value_type is FunctionType:
             self._visit_function(value)
-        elif value_type in _METHODS:
+        elif value_type in METHOD_TYPES:
             for name in ("fget", "fset", "func", "__func__"):
                 self._enqueue(getattr(value, name, None), location)
         elif value_type is MethodType:
@@ -266,7 +271,7 @@ class ReachableState:
             return  # Its variables are recorded for the functions that name them.
         elif issubclass(value_type, nn.Module):  # A module that is not a registered submodule.
             self._add_class(value_type)
-            self._record_contents(value, location, _read_module_attributes)
+            self._record_contents(value, location, read_module_attributes)
             for held in (value.children(), value.parameters(False), value.buffers(False)):
                 for member in held:
                     self._enqueue(member, location)
@@ -289,14 +294,14 @@ class ReachableState:
                 function, StateLocation(f"attribute {{}} of the function {label}"), vars_of
             )
             self._record_contents(
-                function, StateLocation(f"default value of {{}} of {label}"), _read_defaults
+                function, StateLocation(f"default value of {{}} of {label}"), read_defaults
             )
             self._record_globals(function, file)
         elif file.partition(".")[0] != "shardwright":
             # A decorator of a library may wrap a user function.
             for _, cell in cells:
                 held = contents_of(cell)[STATE]
-                if type(held) in (*_METHODS, MethodType):
+                if type(held) in (*METHOD_TYPES, MethodType):
                     self._enqueue(held, StateLocation("function {}", label))
 
     def _record_globals(self, function: FunctionType, file: str) -> None:
@@ -313,7 +318,7 @@ class ReachableState:
         # `globals()["name"]` may read any of them.
         if "globals" in names:
             names |= function.__globals__.keys()
-        read = _GlobalsReader(names)
+        read = GlobalsReader(names)
         self._record_contents(function, StateLocation(f"global variable {{}} of {file}"), read)
         # `import a` inside of a function names a module that need not be a global variable.
         named = [*read(function).values(), *(sys.modules.get(name) for name in names)]
@@ -338,7 +343,7 @@ class ReachableState:
                 self._record_contents(
                     base,
                     StateLocation(f"attribute {{}} of the class {base.__name__}"),
-                    _read_class_attributes,
+                    read_class_attributes,
                 )
 
     def _has_user_state(self, cls: type) -> bool:
@@ -363,22 +368,6 @@ class ReachableState:
         return self._is_user_package[package]
 
 
-@dataclass(frozen=True)
-class _GlobalsReader:
-    """Reader of the given global variables of a module, or of the file that defines a function."""
-
-    names: frozenset[str]
-
-    @staticmethod
-    def namespace(holder: ModuleType | FunctionType) -> dict[str, Any]:
-        return holder.__globals__ if isinstance(holder, FunctionType) else vars(holder)
-
-    def __call__(self, holder: ModuleType | FunctionType) -> Parts:
-        held = self.namespace(holder)
-        # `__name__`, `__file__` and the like are no state.
-        return {name: held.get(name, MISSING) for name in self.names if name[:2] != "__"}
-
-
 def _restore_contents(value: Any, read: Callable[[Any], Parts], before: Parts, now: Parts) -> None:
     """Restore the contents of a Python object.
 
@@ -386,7 +375,7 @@ def _restore_contents(value: Any, read: Callable[[Any], Parts], before: Parts, n
         read: function that returns the contents of the object.
         before, now: contents to restore, and current contents.
     """
-    if read in (_read_defaults, cached_results):
+    if read in (read_defaults, cached_results):
         return  # Default values and results are recorded as objects of their own.
     if isinstance(value, CellType):
         if before[STATE] is MISSING:
@@ -401,7 +390,7 @@ def _restore_contents(value: Any, read: Callable[[Any], Parts], before: Parts, n
         is_container = isinstance(value, (list, deque, set, dict))
         if is_container:
             _restore_elements(value, before)
-        variables = isinstance(read, _GlobalsReader) and isinstance(value, FunctionType)
+        variables = isinstance(read, GlobalsReader) and isinstance(value, FunctionType)
         owner = _AttributeWriter(value.__globals__ if variables else None, value)
         for key in {**now, **before}:
             old = before.get(key, MISSING)
@@ -434,29 +423,3 @@ class _AttributeWriter:
             delattr(self.owner, name)
         elif name != STATE:
             setattr(self.owner, name, value)
-
-
-def vars_of(value: Any) -> Parts:
-    """Return the attributes of an object by name, as a copy."""
-    return dict(vars(value))
-
-
-def _read_module_attributes(module: nn.Module) -> Parts:
-    return {name: value for name, value in vars(module).items() if name not in OF_TORCH}
-
-
-def _read_class_attributes(cls: type[Any]) -> Parts:
-    """Read the attributes of a class that are not methods."""
-    return {
-        name: value
-        for name, value in vars(cls).items()
-        # `_abc_impl` caches the subclass checks of `abc`, which `isinstance` fills.
-        if not (name.startswith("__") or name == "_abc_impl" or isinstance(value, _METHODS))
-    }
-
-
-def _read_defaults(function: FunctionType) -> Parts:
-    values = function.__defaults__ or ()
-    names = function.__code__.co_varnames[: function.__code__.co_argcount]
-    named: Parts = dict(zip(names[len(names) - len(values) :], values, strict=True))
-    return named | cast(Parts, function.__kwdefaults__ or {})

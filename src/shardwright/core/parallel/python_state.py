@@ -7,7 +7,7 @@ Each call first checks cheaply whether anything has changed, and only then compa
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from copy import copy, deepcopy
+from copy import copy
 from dataclasses import dataclass
 from itertools import chain
 from operator import call, contains, is_, itemgetter, methodcaller
@@ -32,6 +32,7 @@ from shardwright.core.capture.attributes import (
 from shardwright.core.capture.global_variables import GLOBALS
 from shardwright.core.misuse.calls_of_parts import explains_calls
 from shardwright.core.parallel.class_members import READ_AS_DICT, ClassMembers
+from shardwright.core.parallel.template_copies import replace_references_by_copies
 from shardwright.core.parallel.unavailable import Unavailable
 from shardwright.core.torch_internals import pytree
 from shardwright.core.torch_internals.hooks import (
@@ -227,7 +228,7 @@ class PythonState:
                 other.pop(name, None)
             # The template has parameters of its own, on the meta device.
             elif not any(isinstance(x, nn.Parameter) for x in pytree.tree_leaves(attributes[name])):
-                other[name] = _replace_references_by_copies(attributes[name], memo)
+                other[name] = replace_references_by_copies(attributes[name], memo)
         for path, position, of_model, hooks in self._captured_hooks:
             hooks_of_copy = forward_hooks(copies[path])[position]
             # Either the user's handle or `forget_removed_hooks` has removed it.
@@ -403,37 +404,6 @@ class PythonState:
                     "planning, which would have no effect\nregister it on the module that "
                     "`parallelize` returned, or on its parameters"
                 )
-
-
-class _RecordingDeepcopyMemo(dict[int, Any]):
-    """A memo of `copy.deepcopy` that records whether an entry of `copies` was used."""
-
-    def __init__(self, copies: Mapping[int, Any]) -> None:
-        super().__init__(copies)
-        self._copies, self.is_hit = copies, False
-
-    def get(self, key: Any, default: Any = None) -> Any:
-        # `deepcopy` looks up each object that it reaches by `get`.
-        self.is_hit |= key in self._copies
-        return super().get(key, default)
-
-
-def _replace_references_by_copies(value: Any, copies: Mapping[int, Any]) -> Any:
-    """Return `value`, or a deep copy if it refers to the planned module, as bound methods do; the
-    copy refers to the template instead.
-
-    Args:
-        value: content of an attribute.
-        copies: objects of the template, by id of the corresponding objects of the planned module.
-    """
-    if plain_text(value) or isinstance(value, Tensor):
-        return value
-    memo = _RecordingDeepcopyMemo(copies)
-    try:
-        copied = deepcopy(value, memo)
-    except Exception:  # the user's objects may raise any error
-        return value
-    return copied if memo.is_hit else value
 
 
 def _make_class_attribute_check(owner: type, name: str, initial_value: Any) -> Callable[[], bool]:

@@ -39,7 +39,7 @@ from shardwright.core.planner.requirement import (
     parse_bytes,
     requirements,
 )
-from shardwright.core.search.assign_stages import StageConfig
+from shardwright.core.search.configured_stages import StageConfig
 from shardwright.core.search.modes import MODES
 from shardwright.core.search.request import DEFAULT_MEM_COEFF, VISIT_ORDERS, TimedStep
 from shardwright.errors import StrategyError

@@ -16,7 +16,7 @@ from shardwright.core.partition.pipeline_spec import REDUCTIONS, PipelineSpec
 from shardwright.core.partition.schedules import SCHEDULES
 from shardwright.core.planner.options import COUNT, PlanOptions
 from shardwright.core.runtime.micro_batches import SampleDims, micro_batch
-from shardwright.core.search.assign_stages import StageConfig, configured_stages
+from shardwright.core.search.configured_stages import StageConfig, configured_stages
 from shardwright.core.torch_internals import pytree
 from shardwright.errors import StrategyError
 

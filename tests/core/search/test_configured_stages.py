@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import shardwright as sw
 from shardwright.core.graph.graph import Graph
-from shardwright.core.search.assign_stages import configured_stages
+from shardwright.core.search.configured_stages import configured_stages
 
 
 class Net(nn.Module):
