@@ -95,6 +95,8 @@ _EXAMPLES: tuple[tuple[OpTarget, tuple[object, ...]], ...] = (
     (aten.sum.dim_IntList, (_tensor(2, 6, 4), [0, 2])),
     (aten.mean.dim, (_tensor(2, 6, 4), [1], True)),
     (aten.amax.default, (_tensor(2, 6, 4), [1])),
+    (aten.topk.default, (_tensor(8, 6), 2)),
+    (aten.kthvalue.default, (_tensor(8, 6), 2)),
     (aten.cumsum.default, (_tensor(2, 6), 1)),
     (aten.cat.default, ([_tensor(2, 6), _tensor(2, 4)], 1)),
     (aten.stack.default, ([_tensor(2, 6), _tensor(2, 6)], 1)),

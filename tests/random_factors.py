@@ -40,6 +40,9 @@ def reduced(draw: random.Random, shape: tuple[int, ...]) -> Operator:
         lambda x: F.rms_norm(x, x.shape[-2:]),
         lambda x: F.group_norm(x, 2),
         lambda x: x + F.cosine_similarity(x, x.sin(), dim=dim).unsqueeze(dim),
+        # Without a gradient, which equal elements may get differently.
+        lambda x: x - x.detach().topk(1 + flag, dim).values.sum(dim, keepdim=True),
+        lambda x: x - x.detach().kthvalue(1 + flag, dim, keepdim=True).values,
         lambda x: x - torch.aminmax(x, dim=dim, keepdim=True).max,
         lambda x: x + torch.dist(x, x.cos()) / x.numel(),
     ]

@@ -56,12 +56,6 @@ def test_classes_of_one_hot_are_cut() -> None:
     assert rule_of(op_of(aten.one_hot.default, randint(0, 5, (4,)))) is None
 
 
-def test_each_input_of_a_grid_is_a_dimension_of_all_outputs() -> None:
-    tensors = [randn(4), randn(6)]
-    assert str(check(aten.meshgrid.indexing, tensors, indexing="ij")) == "b, s -> b s, b s"
-    assert str(check(aten.meshgrid.indexing, tensors, indexing="xy")) == "s, b -> b s, b s"
-
-
 @pytest.mark.parametrize(
     ("indices", "text"),
     [

@@ -49,7 +49,6 @@ def test_other_reductions_keep_whole_what_they_reduce(target, arguments, text) -
         (aten.sort.default, (), "b _ -> b _, b _"),
         (aten.sort.stable, (0,), "_ s -> _ s, _ s"),
         (aten.argsort.default, (0,), "_ s -> _ s"),
-        (aten.topk.default, (2,), "b _ -> b _, b _"),
     ],
 )
 def test_dimensions_along_which_elements_move_stay_whole(target, arguments, text) -> None:

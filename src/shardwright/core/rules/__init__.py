@@ -15,6 +15,7 @@ from shardwright.core.rules import (  # noqa: F401
     attention,
     batched,
     blockwise_attention,
+    candidates,
     contraction,
     convolution,
     creation,

@@ -48,8 +48,8 @@ class InputShard:
 
 
 Statistics = Sequence[Tensor]
-"""Tensors with one value per row: the shape of the local shard, with size 1 in the combined
-dimensions.
+"""Tensors with one value per row, or several *candidates*: the shape of the local shard, with size
+1 or the number of candidates in the combined dimensions.
 
 All-gathered statistics have one more dimension, the first: the index of the shard.
 """
@@ -66,6 +66,8 @@ class ShardCombination:
         num_indices: number of further statistics that are indices (int64).
         keeps_dims: whether the outputs are sharded along `dims` like the input.
         statistic_dtype: dtype of these statistics; None for the dtype in which PyTorch accumulates.
+        num_candidates: returns the size of a statistic along the combined dimension, given the
+            arguments of the call and the size of the full dimension; at most the size of a shard.
     """
 
     local_statistics: Callable[[InputShard], Statistics]
@@ -74,6 +76,7 @@ class ShardCombination:
     num_indices: int = 0
     keeps_dims: bool = False
     statistic_dtype: torch.dtype | None = None
+    num_candidates: Callable[[Mapping[str, Any], int], int] = lambda arguments, size: 1
 
     def rule(
         self,
@@ -111,10 +114,10 @@ class ShardCombination:
             return ()
         # Builders name the input by `factor_names` without exclusions, so dimension i has the
         # factor `NAMES[i]`.
-        rows = [
-            1 if dim in dims else size // shard_counts.get(NAMES[dim], 1)
-            for dim, size in enumerate(x.shape)
-        ]
+        arguments = call_arguments(op)
+        rows = [size // shard_counts.get(NAMES[dim], 1) for dim, size in enumerate(x.shape)]
+        for dim in dims:
+            rows[dim] = min(rows[dim], self.num_candidates(arguments, x.shape[dim]))
         count = prod(shard_counts[factor] for factor in factors)
         values = Reduction(
             *(factors, GATHER, (count, self.num_values, *rows), self._choose_statistics_dtype(op)),

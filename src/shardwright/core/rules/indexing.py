@@ -133,21 +133,6 @@ def one_hot(op: Op) -> ShardingRule | None:
     return sharding_rule(op, (dims[:-1],), ((*dims[:-1], "v"),), kernel=one_hot_kernel("v"))
 
 
-@rule_for(*overloads("meshgrid"))
-def meshgrid(op: Op) -> ShardingRule:
-    """Mesh grid, `b, s -> b s, b s`: each input is one dimension of all outputs.
-
-    `indexing="xy"` swaps the first two dimensions of the outputs.
-    """
-    dims = factor_names(op.output)
-    axes = list(range(len(dims)))
-    if argument(op, "indexing", "ij") == "xy" and len(axes) > 1:
-        axes[:2] = 1, 0
-    # `meshgrid` takes scalars for vectors of one element.
-    inputs = [(dims[axis],)[: len(v.shape)] for axis, v in zip(axes, op.inputs, strict=True)]
-    return sharding_rule(op, inputs, (dims,) * len(op.outputs))
-
-
 @rule_for(*overloads("gather", "take_along_dim"))
 def gather(op: Op) -> ShardingRule | None:
     """Gather, `b v, b s -> b s`: with a sharded indexed dimension `v`, the output is a partial sum.

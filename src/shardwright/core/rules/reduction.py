@@ -76,7 +76,7 @@ def combined_reduction(op: Op) -> ShardingRule:
     return combination.rule(op, (dims,), outputs, _normalize_reduced_dims(op))
 
 
-@rule_for(*overloads("median", "nanmedian", "mode", "kthvalue"))
+@rule_for(*overloads("median", "nanmedian", "mode"))
 def reduction_rule(op: Op) -> ShardingRule:
     """Order statistic, `b _ -> b`: reduced dimensions cannot be sharded."""
     return _build_unsharded_reduction_rule(op, factor_names(op.inputs[0]))
@@ -99,7 +99,7 @@ def cumulative_rule(op: Op) -> ShardingRule:
     return combination.rule(op, (dims,), outputs, _normalize_reduced_dims(op))
 
 
-@rule_for(*overloads("sort", "argsort", "topk"))
+@rule_for(*overloads("sort", "argsort"))
 def sort_rule(op: Op) -> ShardingRule:
     """Sort, `b _ -> b _`: the dimension in the argument `dim` cannot be sharded."""
     dims = unsharded_at(factor_names(op.inputs[0]), *_normalize_reduced_dims(op))
