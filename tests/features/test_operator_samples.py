@@ -28,7 +28,11 @@ from operator_samples import (
 )
 
 DRAWING = ("normal", "bernoulli", "nn.functional.rrelu", "svd_lowrank", "pca_lowrank")
-MENDED = ("inner", "transpose", "ormqr", "nn.functional.normalize", "nn.functional.pixel_shuffle")
+MENDED = (
+    *("linalg.lu", "lu_unpack", "nn.functional.hinge_embedding_loss", "meshgrid.list_of_tensors"),
+    *("inner", "transpose", "ormqr", "nn.functional.normalize"),
+    "nn.functional.pixel_shuffle",
+)
 CONJUGATED = ("fft.ifft", "fft.ihfft", "fft.ihfft2", "fft.ihfftn")
 """Their kernels return views with a conjugate bit, which fake tensors do not have."""
 SPARSE = ("sparse.sampled_addmm", "to_sparse")

@@ -478,3 +478,18 @@ def test_distributions_in_attributes_are_checked_in_float64(micro_batches: int) 
     plan = sw.plan(net, batch, devices=2, micro_batches=micro_batches)
     assert sw.check(net, batch, None, plan).passes()
     assert net.prior.base_dist.loc.dtype == torch.float32
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.scale).exp()
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (1, 0, 3)])
+def test_empty_batches_are_compared(shape: tuple[int, ...]) -> None:
+    graph = sw.capture(Scaled(), (torch.zeros(shape),))
+    check_random_plan(Scaled(), (torch.zeros(shape),), {}, graph, random_plan(graph, 4, seed=0))

@@ -35,6 +35,7 @@ FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "quantile": (lambda x: torch.quantile(x, 0.3, dim=1), randn(6, 4)),
     "split": (lambda x: torch.hsplit(x, 2), randn(6, 4)),
     "stack": (lambda x, y: torch.column_stack([x, y]), randn(6), randn(6, 4)),
+    "grid": (lambda x, y: torch.meshgrid(x, y, indexing="xy")[1], randn(6), randn(4)),
     "gradient": (lambda x: torch.gradient(x, dim=1)[0], randn(6, 4)),
     "norm": (lambda x: torch.linalg.matrix_norm(x, 2), randn(6, 3, 2)),
     "changes a copy": (lambda x: torch.permute_copy(x, (1, 0)).mul_(2) + x.T, randn(6, 4)),
@@ -79,3 +80,14 @@ def test_indexed_reductions_shard_their_rows(reduce: str, include_self: bool, in
     assert "v s, e s, e s -> v s" in rules
     result = sw.check(net, (scale,), {}, random_plan(graph, 6, seed=3))
     assert result.passes(1e-9), result
+
+
+class Histogram(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        return torch.histogramdd(x, [3, 2])
+
+
+def test_lists_among_the_results_are_lists_of_results() -> None:
+    assert [v.shape for v in sw.capture(Histogram(), (randn(6, 2),)).output_values] == [
+        *((3, 2), (4,), (3,))
+    ]

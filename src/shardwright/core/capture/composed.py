@@ -46,10 +46,20 @@ def decompose(graph: fx.Graph) -> None:
                 node.replace_all_uses_with(results)
             # An operator with several results is read by `getitem` alone.
             for getitem in users if not is_tensor(node) else ():
-                assert getitem.target is operator.getitem
-                getitem.replace_all_uses_with(results[getitem.args[1]])
-                graph.erase_node(getitem)
+                _replace_getitem(getitem, results)
             graph.erase_node(node)
+
+
+def _replace_getitem(getitem: fx.Node, results: Any) -> None:
+    """Replace a `getitem` node by one of `results`: a node, or a list that further nodes read."""
+    assert getitem.target is operator.getitem
+    result = results[getitem.args[1]]
+    if isinstance(result, fx.Node):
+        getitem.replace_all_uses_with(result)
+    else:
+        for user in list(getitem.users):
+            _replace_getitem(user, result)
+    getitem.graph.erase_node(getitem)
 
 
 def _find_decomposition(node: fx.Node) -> Callable[..., Any] | None:

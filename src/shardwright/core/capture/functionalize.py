@@ -36,7 +36,8 @@ _NORMS = {
     aten.batch_norm.default: ("training", batch_norm_train),
     aten.instance_norm.default: ("use_input_stats", instance_norm_train),
 }
-
+_RESIZING = {"aten::resize_", "aten::resize_as_"}
+"""Operators that change the shape of their argument; views of it would be those of another."""
 
 _DETACH = {aten.detach.default}
 
@@ -226,13 +227,16 @@ class _FunctionalProgram:
         if name == "aten::fill_diagonal_" and len(node_shape(old)) == 2 and not any(arguments[1:]):
             return self._insert_fill_diagonal(old, arguments[0], node)
         target = _find_functional_variant(node.target)
-        if target is None:
+        if target is None or name in _RESIZING:
             raise CaptureError(
                 f"{line_of(node)}: cannot capture `{node.target}`, which works in place and has no "
                 "variant that returns a new tensor\ncompute the result with `torch.where`, or "
                 "write an operator that returns it"
             )
-        new = call(self.graph, target, (old, *arguments), kwargs, like=node)
+        given = (old, *arguments)
+        if target is aten.polygamma.default:  # Its arguments are in another order.
+            given = (*arguments, old)
+        new = call(self.graph, target, given, kwargs, like=node)
         return self._cast_and_broadcast(new, old, node)
 
     def _insert_fill_diagonal(self, old: fx.Node, value: Any, node: fx.Node) -> fx.Node:

@@ -256,18 +256,25 @@ _WITHOUT_GRADIENT = frozenset(
 )
 """Operators with a floating-point result but without a gradient with respect to their inputs."""
 
-# Number of results, from the first, that have a gradient; the others are statistics.
-_DIFFERENTIABLE_RESULTS = {
-    "batch_norm_train": 1,
-    "instance_norm_train": 1,
-    "native_batch_norm": 1,
-    "native_layer_norm": 1,
-    "nll_loss_forward": 1,
-    "nll_loss2d_forward": 1,
+_STATISTICS_RESULTS, _PERMUTATION = frozenset({1, 2, 3}), frozenset({0})
+_RESULTS_WITHOUT_GRADIENT = {
+    "batch_norm_train": _STATISTICS_RESULTS,
+    "instance_norm_train": _STATISTICS_RESULTS,
+    "native_batch_norm": _STATISTICS_RESULTS,
+    "_native_batch_norm_legit": _STATISTICS_RESULTS,
+    "native_layer_norm": _STATISTICS_RESULTS,
+    "nll_loss_forward": _STATISTICS_RESULTS,
+    "nll_loss2d_forward": _STATISTICS_RESULTS,
+    "linalg_lu": _PERMUTATION,
+    "lu_unpack": _PERMUTATION,
 }
+"""Indices of floating-point results without a gradient, by operator; other results have one."""
 
 _STATISTICS = {"mean", "rstd", "save_mean", "save_invstd", "total_weight"}
 """Arguments of backward operators that are statistics of the forward pass, without a gradient."""
+
+_ARGUMENTS_WITHOUT_GRADIENT = {"hinge_embedding_loss": {"target"}}
+"""Floating-point arguments without a gradient, by operator."""
 
 
 def nodes_with_gradients(
@@ -328,7 +335,7 @@ def _passes_gradient(node: fx.Node, source: fx.Node, no_grad: bool = False) -> b
         and is_floating_point(node)
         and is_floating_point(source)
         and not _is_result_without_gradient(node)
-        and not _reads_forward_statistic(node, source)
+        and not _is_argument_without_gradient(node, source)
     )
 
 
@@ -342,20 +349,23 @@ def _is_result_without_gradient(node: fx.Node) -> bool:
     if node.target is not operator.getitem:
         return False
     result, index = node.args
-    assert isinstance(result, fx.Node) and isinstance(index, int)
-    # Of other operators, each result has a gradient.
-    return index >= _DIFFERENTIABLE_RESULTS.get(_get_operator_name(result), index + 1)
+    assert isinstance(result, fx.Node)
+    # Of other operators, each result has a gradient. A list of results has results of its own.
+    return index in _RESULTS_WITHOUT_GRADIENT.get(_get_operator_name(result), ())
 
 
-def _reads_forward_statistic(node: fx.Node, source: fx.Node) -> bool:
-    """Whether a backward operator reads `source` only as a forward statistic without a gradient."""
-    if not isinstance(node.target, OpOverload) or "backward" not in _get_operator_name(node):
+def _is_argument_without_gradient(node: fx.Node, source: fx.Node) -> bool:
+    """Whether an operator reads `source` only as arguments without a gradient, such as forward
+    statistics that a backward operator reads."""
+    name = _get_operator_name(node)
+    without = _STATISTICS if "backward" in name else _ARGUMENTS_WITHOUT_GRADIENT.get(name, set())
+    if not without or not isinstance(node.target, OpOverload):
         return False
     names = [argument.name for argument in schema_of(node.target).arguments]
     given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
     read_as = {name for name, value in given.items() if value is source}
     # One node may be passed as two arguments, of which one has a gradient.
-    return bool(read_as) and read_as <= _STATISTICS
+    return bool(read_as) and read_as <= without
 
 
 def is_floating_point(node: fx.Node) -> bool:

@@ -340,8 +340,10 @@ def assemble_shards(
         key = tuple(coordinates[axis] for axis in distinct_axes)
         if key not in copies:
             copies[key] = blocks[rank]
-            # Added, as blocks of a partial sum are terms of the same slice.
-            full[layout.slices(rank, shape)] += blocks[rank]
+            slices = layout.slices(rank, shape)
+            # Blocks of a partial sum are terms of the same slice. Others are not added, as unsigned
+            # integers have no addition.
+            full[slices] = full[slices] + blocks[rank] if layout.partial else blocks[rank]
         # `max` of an empty tensor raises.
         elif blocks[rank].numel():
             block, first_copy = blocks[rank], copies[key]

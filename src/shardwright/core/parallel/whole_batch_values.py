@@ -136,7 +136,9 @@ def micro_batches_of_tensor(tensor: Tensor, dim: int, shards: int, count: int) -
     """
     shape = tensor.shape
     # Samples are ordered by rank, then by micro-batch: each local batch is split by itself.
-    of_ranks = tensor.reshape(*shape[:dim], shards, count, -1, *shape[dim + 1 :])
+    # Not -1, which is ambiguous for empty tensors.
+    rows = shape[dim] // (shards * count)
+    of_ranks = tensor.reshape(*shape[:dim], shards, count, rows, *shape[dim + 1 :])
     return [tensor.flatten(dim, dim + 1) for tensor in of_ranks.unbind(dim + 1)]
 
 

@@ -160,7 +160,9 @@ def normalize_shard(
         gather: all-gather of `make_moment_all_gathers`.
     """
     # Sums over many pixels lose digits in 16 bits, and overflow in float16.
-    flat = x.to(accumulation_dtype(x.dtype)).reshape(x.shape[0], groups, -1)
+    # Not -1, which is ambiguous for empty tensors.
+    elements = x.shape[1] // groups * prod(x.shape[2:])
+    flat = x.to(accumulation_dtype(x.dtype)).reshape(x.shape[0], groups, elements)
     mean = flat.mean(-1)
     # Deviations from the local mean, as E[x²] - E[x]² would cancel; `combine_moments` corrects it.
     squares = (flat - mean.unsqueeze(-1)).square().sum(-1)
