@@ -1,7 +1,7 @@
 """Value checks that only raise or warn, such as `if labels.max() >= n: raise ValueError`.
 
 Values are unknown during capture, so a program cannot branch on them. If one side of a branch
-raises or only warns, the other side is captured.
+raises or only warns, the other side is captured. If it only clamps a tensor, both are.
 """
 
 from __future__ import annotations
@@ -22,6 +22,12 @@ from torch import Tensor
 from torch.distributions import constraints
 from torch.overrides import TorchFunctionMode
 
+from shardwright.core.capture.clamping_branches import (
+    CLAMPING,
+    ClampingBranch,
+    TakenBranches,
+    find_clamping_branches,
+)
 from shardwright.core.torch_internals.modules import detects_causal_mask
 from shardwright.core.torch_internals.operators import assert_tensor
 
@@ -66,7 +72,12 @@ class GuardedNumber:
 
 
 class PassedGuards(TorchFunctionMode):
-    """Mode in which value checks that only raise or warn are assumed to pass during a trace."""
+    """Mode in which value checks that only raise or warn are assumed to pass during a trace, and
+    branches that only clamp are selected by their conditions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._taken = TakenBranches()
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -82,7 +93,31 @@ class PassedGuards(TorchFunctionMode):
             if position and passing is not None:
                 log.info("%s:%d is taken to pass, as it only guards", position.file, position.line)
                 return GuardedNumber(passing) if func is Tensor.item else passing
-        return func(*args, **(kwargs or {}))
+            if position and frame and func is Tensor.__bool__:
+                taken = self._take_clamping_branch(frame, position, args[0])
+                if taken is not None:
+                    return taken
+        result = func(*args, **(kwargs or {}))
+        if func in CLAMPING and (frame := _find_caller(sys._getframe(1))) is not None:
+            taken_branch = self._taken.pop(frame.f_code, frame.f_lineno)
+            if taken_branch is not None:
+                branch, condition = taken_branch
+                return branch.select(condition, result, **_bind_clamp(*args, **(kwargs or {})))
+        return result
+
+    def _take_clamping_branch(
+        self, frame: FrameType, position: _SourcePosition, condition: Tensor
+    ) -> bool | None:
+        """Return the bool for the condition with which the branch at `position` is taken; None if
+        it does not only clamp."""
+        for branch in _find_clamping_branches_of_file(position.file):
+            if position.is_in(branch.test):
+                taken = _find_operand_value(branch.test, True, position, compared=False)
+                self._taken.take(
+                    frame.f_code, branch, condition if taken else condition.logical_not()
+                )
+                return taken
+        return None
 
 
 class _SourcePosition(NamedTuple):
@@ -168,6 +203,16 @@ def _find_guards_of_file(file: str) -> Sequence[tuple[ast.expr, bool]]:
         # A constraint returns at the first property that a value lacks, and its caller raises.
         guards += [(node.test, False) for node in ast.walk(tree) if isinstance(node, ast.If)]
     return tuple(guards)
+
+
+@lru_cache(maxsize=64)
+def _find_clamping_branches_of_file(file: str) -> Sequence[ClampingBranch]:
+    return tuple(find_clamping_branches(_parse_file(file)))
+
+
+def _bind_clamp(input: Tensor, min: Any = None, max: Any = None) -> dict[str, Any]:
+    """Return the arguments of a function that clamps, by name."""
+    return {"x": input, "min": min, "max": max}
 
 
 @lru_cache(maxsize=64)
