@@ -4,7 +4,7 @@ the plan."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -120,7 +120,9 @@ def actions(pipeline: PipelineSpec) -> tuple[tuple[Action, ...], ...]:
     )
 
 
-@cache
+# A search tries hundreds of pipelines, with up to a million actions each, which garbage collections
+# would visit again and again.
+@lru_cache(maxsize=8)
 def _actions_of_torch_schedule(
     schedule: ScheduleSpec, stages: int, micro_batches: int, chunks: int
 ) -> tuple[tuple[Action, ...], ...]:

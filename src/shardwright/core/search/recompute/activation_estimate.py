@@ -80,7 +80,7 @@ class ActivationEstimate:
             # redistributions that are not repeated.
             for index, value in enumerate(op.inputs):
                 producer = self.graph.producer.get(value)
-                is_inside = producer is not None and producer.name in segment.ops
+                is_inside = producer is not None and flow.segment_of.get(producer.name) is segment
                 route = flow.routes[op.name, index]
                 if not is_inside or (
                     # Most routes are empty.

@@ -239,8 +239,10 @@ class RecomputeBlocks:
     def _recompute_full_blocks(
         self, call_of: Mapping[str, str], communication: bool
     ) -> dict[str, Recompute]:
+        # One object per block: a search keeps the decisions of thousands of candidates.
+        blocks = {call: Recompute(call, communication) for call in set(call_of.values())}
         # Operators outside of modules at this depth form no block that can run as one function.
-        return {name: Recompute(call, communication) for name, call in call_of.items() if call}
+        return {name: blocks[call] for name, call in call_of.items() if call}
 
     def _recompute_cheap_ops(
         self, call_of: Mapping[str, str], lean: bool = False
