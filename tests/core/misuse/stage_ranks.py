@@ -319,7 +319,7 @@ def check_tensors_of_other_stages_are_refused_by_name() -> None:
 
 def check_a_stage_loads_its_part_of_a_full_state_but_not_the_reverse() -> None:
     net, full = in_stages(), model(seed=3)
-    net.load_state_dict(full.state_dict())
+    net.load_state_dict(state_dict=full.state_dict())
     torch.testing.assert_close(values(net), dict(full.state_dict()))
     with pytest.raises(sw.PlanError, match=r"stage_ranks\.py:\d+\): the state.*\n.*load_check"):
         full.load_state_dict(net.state_dict())

@@ -97,11 +97,11 @@ def _wrap_load_of_optimizer(load: _Load) -> _Load:
 
 def _wrap_load_of_module(load: _Load) -> _Load:
     @wraps(load)
-    def load_or_explain(module: nn.Module, state: Any, *args: Any, **kwargs: Any) -> Any:
+    def load_or_explain(self: nn.Module, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            return load(module, state, *args, **kwargs)
+            return load(self, state_dict, *args, **kwargs)
         except RuntimeError as error:
-            names = set(state) if isinstance(state, Mapping) else set()
+            names = set(state_dict) if isinstance(state_dict, Mapping) else set()
             # A state of all stages is loaded into each of them.
             if not any(
                 set(stage.parameters) <= names & stage.stages.keys() < stage.stages.keys()
@@ -109,7 +109,7 @@ def _wrap_load_of_module(load: _Load) -> _Load:
             ):
                 raise
             raise PlanError(
-                f"`load_state_dict`{user_line()}: the state and {type(module).__name__} have"
+                f"`load_state_dict`{user_line()}: the state and {type(self).__name__} have"
                 " different parameters, as with pipeline stages a rank has only those of its own"
                 f" stage\n{_LOAD_REMEDY}"
             ) from error
