@@ -73,8 +73,17 @@ def written(net: Net, x: Tensor) -> Tensor:
     return out.sin().mean()
 
 
+def sized(net: Net, x: Tensor) -> Tensor:
+    """Sizes that stay tensors, as those of images in ViLT, Pixtral and Encodec."""
+    four, two = net.mask.sum(), net.places[2]
+    x = F.pad(net.linear(x), (two, four - two), value=1.0)[..., :-four]
+    x = torch.cat(x.split([four, two, two], dim=1)[::-1], dim=1)
+    x = F.interpolate(x[None], size=four)[0].view(four, -1)
+    return x.sin().mean()
+
+
 @pytest.mark.parametrize(
-    "function", [positives_and_negatives, changed_in_place, upper_triangle, numbers, written]
+    "function", [positives_and_negatives, changed_in_place, upper_triangle, numbers, written, sized]
 )
 def test_shapes_and_branches_that_no_input_determines_are_captured(
     function: Callable[[Net, Tensor], Tensor],
@@ -202,3 +211,55 @@ def test_numbers_of_repeats_in_a_buffer_give_a_shape() -> None:
     graph = capture(net, (torch.randn(8, 8),))
     (split,) = (op for op in graph.ops if "split" in str(op.target))
     assert list(split.args[1]) == [2, 2, 2, 2]
+
+
+class Images(nn.Module):
+    def __init__(self, reads: Callable[[Tensor, Tensor, Tensor], Any]) -> None:
+        super().__init__()
+        self.linear, self.reads = nn.Linear(8, 8), reads
+
+    def forward(self, x: Tensor, sizes: Tensor, labels: Tensor) -> Tensor:
+        x = self.linear(x)
+        return x[: self.reads(x, sizes, labels)].sin().mean()
+
+
+class FixedSizes(nn.Module):
+    def __init__(self, net: nn.Module, sizes: Tensor) -> None:
+        super().__init__()
+        self.net, self.sizes = net, nn.Buffer(sizes)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return self.net(x, sizes=self.sizes, labels=labels)
+
+
+ARGUMENTS = torch.randn(8, 8), torch.tensor([[2, 2], [1, 4]]), torch.arange(8)
+
+
+@pytest.mark.parametrize(
+    ("reads", "names"),
+    [
+        (lambda x, sizes, labels: sizes.prod(-1).tolist()[0], "'sizes'"),
+        (lambda x, sizes, labels: sizes.prod(-1).float().sqrt().max().long(), "'sizes'"),
+        (lambda x, sizes, labels: int(sizes[0, 0] + labels[1]), "'labels' and 'sizes'"),
+    ],
+)
+@pytest.mark.usefixtures("untried_suggestions")
+def test_refusals_name_the_integer_inputs_whose_values_are_read(reads, names) -> None:
+    net = Images(reads)
+    with pytest.raises(CaptureError, match=f"If the values of the input {names} are the same"):
+        capture(net, ARGUMENTS)
+
+
+@pytest.mark.usefixtures("untried_suggestions")
+def test_refusals_of_other_values_name_no_input() -> None:
+    net = Images(lambda x, sizes, labels: int(sizes[0, 0] * (x.sum() > 0)))
+    with pytest.raises(CaptureError) as refusal:
+        capture(net, ARGUMENTS)
+    assert "values of the input" not in str(refusal.value)
+
+
+def test_a_buffer_in_place_of_the_input_is_known() -> None:
+    x, sizes, labels = ARGUMENTS
+    net = FixedSizes(Images(lambda x, sizes, labels: sizes.prod(-1).tolist()[0]), sizes)
+    graph = capture(net, (x, labels))
+    check_random_plan(net, (x, labels), {}, graph, random_plan(graph, 4, 0))

@@ -19,6 +19,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardwright.core.capture.filled_caches import CachedFunctions, fill
+from shardwright.core.capture.inputs_of_tensors import InputsOfTensors
+from shardwright.core.capture.known_sizes import with_known_sizes
 from shardwright.core.capture.scalar_indices import at_one_row
 from shardwright.core.torch_internals import pytree
 from shardwright.core.torch_internals.dispatch import without_dispatch_modes, without_torch_function
@@ -234,6 +236,7 @@ class KnownValues(TorchFunctionMode):
         self.read: dict[tuple[str, str], None] = {}
         # Found when `forward` begins, because `torch.export` replaces buffers of `twin` before.
         twin.register_forward_pre_hook(lambda *_: self._record_buffers(module, twin))
+        self.inputs = InputsOfTensors(twin)
         devices = {t.device for t in (*module.parameters(), *module.buffers()) if not t.is_meta}
         self._device = next(iter(devices), torch.device("cpu"))
         _known_values_of_traces.append(self)
@@ -285,6 +288,7 @@ class KnownValues(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _METADATA:
             return func(*args, **kwargs)
+        args, kwargs = with_known_sizes(func, args, kwargs, self._find_size)
         try:
             if _reads_values(func, args, kwargs):
                 call = RecordedCall(func, self._replace_tensors_by_calls((args, kwargs)))
@@ -293,7 +297,7 @@ class KnownValues(TorchFunctionMode):
                 if func in _PYTHON_VALUES or not call.is_drawn:
                     return call.result()
         except UnknownValueError:
-            pass
+            self.inputs.note_read((args, kwargs), self._is_known)
         # Indices of known masks have static shapes. `x[mask] = number` needs none: it becomes
         # `torch.where`.
         if func is Tensor.__getitem__ or (func is Tensor.__setitem__ and _is_nonscalar(args[2])):
@@ -319,7 +323,9 @@ class KnownValues(TorchFunctionMode):
             recorded_args = None
         # Outside of `except`, so that errors of `func` do not refer to this one.
         if recorded_args is None:
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            self.inputs.note_result(result, (args, kwargs), self._is_known)
+            return result
         first = args[0] if args and isinstance(args[0], Tensor) else None
         # Views share the version counter of their base: a write to one makes the recorded calls of
         # the others outdated, and their values unknown.
@@ -335,6 +341,21 @@ class KnownValues(TorchFunctionMode):
                     RecordedCall(func, recorded_args, position),
                 )
         return result
+
+    def _find_size(self, tensor: Tensor) -> Tensor | None:
+        try:
+            call = self._find_recorded_call(tensor)
+            return None if call.is_drawn else call.value
+        except UnknownValueError:
+            self.inputs.note_read(tensor, self._is_known)
+            return None
+
+    def _is_known(self, tensor: Tensor) -> bool:
+        try:
+            self._find_recorded_call(tensor)
+        except UnknownValueError:
+            return False
+        return True
 
     def _replace_tensors_by_calls(self, arguments: Any) -> Any:
         """Replace each tensor among arguments by the recorded call that computes its values.

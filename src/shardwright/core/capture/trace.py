@@ -45,6 +45,7 @@ from shardwright.core.capture.functionalize import functionalize
 from shardwright.core.capture.fx_nodes import remove_dead, restore_nodes
 from shardwright.core.capture.hooks import check_hooks, observe_forward_hooks
 from shardwright.core.capture.inline_regions import inline_regions
+from shardwright.core.capture.inputs_of_tensors import remedy_of_node
 from shardwright.core.capture.known_values import KnownValues
 from shardwright.core.capture.layer_progress import report_layers
 from shardwright.core.capture.masked_reductions import keep_selected_rows
@@ -185,7 +186,7 @@ def canonical_trace(traced: Trace, call: CapturedCall) -> CanonicalTrace:
     read_strides_of_elements(graph)
     keep_scalar_indices(graph)
     calls = call_tags(graph)
-    check_static(graph, hint_of_experts(module))
+    check_static(graph, hint_of_experts(module), signature.inputs)
     tied = merge_tied(module, graph, signature)
     leaves = pytree.tree_leaves((call.args, call.kwargs))
     trained = gradient_sources(module, leaves, signature, graph)
@@ -321,7 +322,7 @@ def _export_call(
         raise
     except Exception as error:
         alone = partial(_raises_same_error_without_export, twin, fake_args, fake_kwargs, error)
-        message = explain_export(error, hint_of_experts(module), alone)
+        message = explain_export(error, values.inputs.remedy + hint_of_experts(module), alone)
         raise (DataDependentError if is_data_dependent(error) else CaptureError)(message) from error
     attributes.reads |= {(BUFFERS + path, name): None for path, name in known_values.read}
     if _get_random_states() != drawn:
@@ -376,11 +377,12 @@ def _get_random_states() -> tuple[Any, ...]:
     return random.getstate(), algorithm, np.asarray(numbers).tobytes(), *position
 
 
-def check_static(graph: fx.Graph, hint: str) -> None:
+def check_static(graph: fx.Graph, hint: str, inputs: Collection[str]) -> None:
     """Check that no number or shape depends on the values of tensors, and check each operator.
 
     Args:
         hint: advice to append to an error about tensor values.
+        inputs: names of the placeholders of the model's inputs.
 
     Raises:
         CaptureError: if a number or shape depends on values, or if an operator cannot run on
@@ -395,7 +397,7 @@ def check_static(graph: fx.Graph, hint: str) -> None:
                 raise CaptureError(
                     f"{line_of(node)}: this converts the value of a tensor to a Python number, but "
                     f"values are unknown during capture\nkeep it a tensor (remove `.item()`), or "
-                    f"make it a Python constant.{hint}"
+                    f"make it a Python constant.{remedy_of_node(node, inputs)}{hint}"
                 )
             if isinstance(value, torch.Tensor) and any(
                 isinstance(size, torch.SymInt) for size in value.shape
@@ -403,7 +405,7 @@ def check_static(graph: fx.Graph, hint: str) -> None:
                 raise CaptureError(
                     f"{line_of(node)}: the shape of the result depends on the values of a tensor, "
                     f"which are unknown during capture\nuse `torch.where`, or multiply by the "
-                    f"mask; both keep the shape.{hint}"
+                    f"mask; both keep the shape.{remedy_of_node(node, inputs)}{hint}"
                 )
 
 

@@ -142,7 +142,7 @@ def distances(op: Op) -> ShardingRule:
 
 
 def _build_distance_kernel(op: Op, local: LocalSharding) -> Callable[..., Any]:
-    if local.shard_counts["k"] == 1:
+    if local.shard_counts.get("k", 1) == 1:
         return op.target
     order = argument(op, "p")
 
@@ -156,7 +156,7 @@ def _build_distance_kernel(op: Op, local: LocalSharding) -> Callable[..., Any]:
 
 
 def _make_distance_reductions(op: Op, shard_counts: Mapping[str, int]) -> tuple[Reduction, ...]:
-    if shard_counts["k"] == 1:
+    if shard_counts.get("k", 1) == 1:
         return ()
     (shape,) = from_notation(_DISTANCES, op).local_output_shapes(op, shard_counts)
     return (Reduction(("k",), "sum", shape, op.output.dtype),)
