@@ -15,6 +15,7 @@ from shardwright.core.parallel.simulate_ranks import simulate
 
 pytest.importorskip("expecttest", reason="PyTorch's operator samples need expecttest")
 
+from checked_samples import checked_endings
 from operator_samples import (
     DEVICES,
     RANDOM,
@@ -52,6 +53,14 @@ def test_some_operators_are_exact_or_refused() -> None:
     ends = endings(random.Random(12 + seed).sample(operators(), 25), seed=seed)
     assert not bad(ends), bad(ends)
     assert counts(ends)[REFUSED] < len(ends) / 4
+
+
+@pytest.mark.random
+def test_check_of_some_operators_passes_or_refuses() -> None:
+    seed = first_seed()
+    ends = checked_endings(random.Random(49 + seed).sample(operators(), 25), 1, seed)
+    assert not bad(ends), bad(ends)
+    assert counts(ends)[REFUSED] < len(ends) / 2
 
 
 @pytest.mark.slow
