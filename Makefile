@@ -46,7 +46,7 @@ test-slow: install
 
 golden: install
 	SHARDWRIGHT_GOLDEN=write $(BIN)/python -m pytest -q tests/test_golden.py
-	-git --no-pager diff --stat -- tests/golden
+	-git --no-pager diff --stat -- tests/golden docs src
 
 check: install
 	$(BIN)/ruff check .

@@ -22,6 +22,7 @@ from operators_page import operators_page
 from sample_models import mlp, network
 from shardwright.core.api.save_graphs import program_text
 from shardwright.core.graph.printer import graph_text
+from shardwright.core.plan.plan_file import json_schema
 
 FOLDER = Path(__file__).parent / "golden"
 
@@ -171,3 +172,8 @@ def test_the_page_of_operators() -> None:
 
 def test_the_page_of_errors() -> None:
     compare_file(ROOT / "docs" / "errors.md", errors_page())
+
+
+def test_the_published_schema_of_plan_files() -> None:
+    schema = ROOT / "src" / "shardwright" / "core" / "plan" / "plan.schema.json"
+    compare_file(schema, json_schema())

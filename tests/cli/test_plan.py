@@ -15,7 +15,6 @@ import shardwright as sw
 from mindformers.files import small
 from shardwright.cli import app
 from shardwright.cli.plan import _color_axes
-from shardwright.core.plan.plan_file import json_schema
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +60,6 @@ def test_the_json_of_a_plan_is_what_the_published_schema_describes(published: Pa
     schema = json.loads(
         (files("shardwright") / "core" / "plan" / "plan.schema.json").read_text(encoding="utf-8")
     )
-    assert schema == json.loads(json_schema())
     assert set(json.loads(printed(published, "--json"))) == set(schema["properties"])
 
 
