@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from core.capture.selections import Program, Selecting, assert_equal_to_eager, batch
 from shardwright.core.capture.capture import capture
@@ -50,7 +51,16 @@ def boxes_of_rows(net: Selecting, x: Tensor, labels: Tensor, mask: Tensor) -> Te
     return boxes[torch.arange(len(chosen)), chosen - 1].square().mean()
 
 
+def selected_elements(net: Selecting, x: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    """A loss of elements that one mask selects of predictions and targets, as SpeechT5's."""
+    h = net.hidden(x)
+    chosen = h > 0.1
+    targets = h.detach().sin().masked_select(chosen)
+    return F.l1_loss(h.masked_select(chosen), targets) + F.mse_loss(h[chosen], targets)
+
+
 EQUAL: dict[str, Program] = {
+    "selected elements": selected_elements,
     "a mask": lambda net, x, labels, mask: net.hidden(x)[mask].square().mean(),
     "a mask of columns": lambda net, x, labels, mask: net.hidden(x)[:, mask[0]].square().mean(),
     "masked_select": lambda net, x, labels, mask: (

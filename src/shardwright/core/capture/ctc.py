@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional
 
-from shardwright.core.capture.fx_nodes import insert, is_tensor, node_shape
+from shardwright.core.capture.fx_nodes import insert, is_tensor, node_shape, tensor
+from shardwright.core.capture.padded_reads import READS
 from shardwright.core.graph.ctc import CTC_LOSSES, ctc_losses
 
 aten = torch.ops.aten
@@ -59,9 +60,11 @@ def keep_rows_of_targets(graph: fx.Graph) -> None:
         _, selected, _, lengths, *_ = node.args
         if not is_tensor(selected) or not is_tensor(lengths):
             continue
-        if selected.target is not aten.masked_select.default:
+        if selected.target not in READS or len(selected.all_input_nodes) != 2:
             continue
         labels, mask = selected.all_input_nodes
+        if tensor(mask).dtype is not torch.bool:
+            continue
         counts = lengths.target is aten.sum.dim_IntList and lengths.args[0] is mask
         if len(node_shape(labels)) != 2 or node_shape(labels) != node_shape(mask) or not counts:
             continue

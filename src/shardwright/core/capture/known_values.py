@@ -309,6 +309,9 @@ class KnownValues(TorchFunctionMode):
             # The values of the mask are known.
             if indices[0] is not mask:
                 return args[0].expand(shape)[indices]
+            if args[0].shape == args[1].shape and args[1].ndim:
+                # Equal numbers of rows of one mask are known to be equal of reads at indices only.
+                func, kwargs = Tensor.__getitem__, {}
         if func is Tensor.__setitem__:
             args = (args[0], *at_one_row(*args))
         return self._call_and_record(func, args, kwargs)
