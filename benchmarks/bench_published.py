@@ -33,6 +33,7 @@ from benchmarks.page import PAGE, ROOT
 from benchmarks.scatter import scatter
 from benchmarks.size import Size
 from benchmarks.table import Table
+from shardwright.errors import ConfigError, ShardwrightError, one_line
 from shardwright.tools.compare.measured import spearman
 from shardwright.tools.compare.published import PlannedMeasurement
 from shardwright.tools.compare.published_config import planned_runs
@@ -105,22 +106,30 @@ def run(size: Size = Size.DEFAULT, rows: Path | None = None) -> list[Table]:
         draw(predictions, rows.with_suffix(".svg"))
         return [by_source(predictions, "By source"), each_row(predictions), *unread(left_out)]
     fitted, left_out = _predict(FITTED, size.of(5, full=1))
-    unseen, _ = _predict(NEVER_FITTED, size.of(12, full=1))
+    unseen, unseen_left_out = _predict(NEVER_FITTED, size.of(12, full=1))
     if size is Size.FULL:
         draw([*fitted, *unseen], PICTURE)
     return [
         by_source(fitted, "Fitted: sources to whose rows the figures are fitted"),
         by_source(unseen, "Never fitted: sources to which no figure is fitted"),
         each_row([*fitted, *unseen]),
-        *unread(left_out),
+        *unread(left_out | unseen_left_out),
     ]
 
 
 def _predict(rows: Path, every: int) -> tuple[list[Prediction], dict[str, str]]:
     """Predictions for one in `every` rows of a file, and the rows that cannot be read."""
-    planned, left_out = planned_runs(rows)
-    # All rows are checked before any is planned; a plan is dropped as soon as it is priced.
-    return [predicted(copy(each)) for each in planned[::every]], left_out
+    planned, left_out = planned_runs(rows, skips_invalid=True)
+    predictions = []
+    for each in planned[::every]:
+        try:
+            # A copy, so that its plan is dropped as soon as it is priced.
+            predictions.append(predicted(copy(each)))
+        except ShardwrightError as error:
+            left_out[each.run.id] = one_line(error)
+    if not predictions:
+        raise ConfigError("; ".join(left_out.values()))
+    return predictions, left_out
 
 
 def draw(predictions: list[Prediction], picture: Path) -> None:

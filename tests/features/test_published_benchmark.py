@@ -118,6 +118,25 @@ def test_rows_that_are_impossible_are_one_error(tmp_path, capsys) -> None:
     assert "--rows goes with --only published" in capsys.readouterr().err
 
 
+def test_rows_that_cannot_be_predicted_are_listed_beside_the_others(tmp_path) -> None:
+    file = tmp_path / "rows.json"
+    others = {
+        "tpu": {"hardware": "tpu_v5p"},
+        "float8": {"dtype": "fp8"},
+        "fast": {"tokens_per_second_per_device": 1e12},
+        "few": {"data_parallel": 2, "stages": 2, "devices": 4, "global_batch": 4},
+    }
+    rows = [row(), *(row(id=name, **changes) for name, changes in others.items())]
+    file.write_text(json.dumps({"rows": rows}))
+    *_, each_row, left_out = bench_published.run(rows=file)
+    assert [line[0] for line in each_row.rows] == ["tiny"]
+    reasons = dict(line for line in left_out.rows)
+    assert list(reasons) == ["rows[2]", "tpu", "fast", "few"]
+    assert "(float8): dtype fp8: clusters have no rates" in reasons["rows[2]"]
+    assert "no built-in cluster" in reasons["tpu"]
+    assert "1 micro-batches for 2 stages" in reasons["few"]
+
+
 def test_the_published_rows_are_valid_and_of_several_kinds_of_hardware() -> None:
     fitted = read_published(bench_published.FITTED)
     never_fitted = read_published(bench_published.NEVER_FITTED)

@@ -180,3 +180,38 @@ def test_devices_have_whole_experts_if_the_row_says_so_or_replicas_are_too_few(
 ) -> None:
     run = PublishedRun(**row(data_parallel=4, tensor_parallel=2, **changes))
     assert run.has_whole_experts == whole
+
+
+def test_rows_may_use_the_names_of_other_frameworks(tmp_path: Path) -> None:
+    named = row(stages=2, data_parallel=2, tensor_parallel=2, schedule="interleaved_1f1b", chunks=1)
+    for key in ("stages", "data_parallel", "tensor_parallel", "hidden", "global_batch", "chunks"):
+        del named[key]
+    named |= {"pp": 2, "dp": 2, "tp": 2, "hidden_size": 64, "gbs": 32, "vpp": 1}
+    named |= {"hardware": "NVIDIA H100-SXM5-80GB (DGX)", "dtype": "bfloat16", "sharded": "ZeRO-3"}
+    named |= {"schedule": "1F1B", "recompute": True}
+    degrees = {"stages": 2, "data_parallel": 2, "tensor_parallel": 2}
+    assert read([named], tmp_path) == [
+        PublishedRun(**row(**degrees, schedule="1f1b", recompute="full"))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dp": 4}, "`data_parallel` has two values, 8 and 4"),
+        ({"dtype": "mxfp8"}, "dtype mxfp8: clusters have no rates of such products"),
+        ({"lora": {"rank": 8}}, "`lora`: runs that train only adapters are not predicted"),
+        ({"sharded": True}, "sharded: .* not True"),
+        ({"sharded": ["fsdp"]}, "sharded: .*"),
+    ],
+)
+def test_rows_of_other_kinds_are_refused(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read([row(**changes)], tmp_path)
+
+
+def test_vocabularies_are_padded_for_tensor_parallelism() -> None:
+    run = PublishedRun(**row(vocab=317, tensor_parallel=8, data_parallel=1))
+    assert run.sizes.vocab_size == 320

@@ -145,23 +145,27 @@ def read_configured(file: str | Path) -> tuple[list[ConfiguredRun], dict[str, st
 
 
 def planned_runs(
-    file: str | Path, cluster: Cluster | None = None
+    file: str | Path, cluster: Cluster | None = None, skips_invalid: bool = False
 ) -> tuple[list[PlannedMeasurement], dict[str, str]]:
     """Read the runs of a JSON file; each is planned on first use.
 
     Args:
         cluster: cluster to which runs are restricted; by default all runs, each on its own cluster.
+        skips_invalid: whether a row that is not valid is omitted, instead of an error.
 
     Returns:
         The runs (those of the list `rows` first), and the reason for each omitted run, by file
-        name.
+        name, id or index.
 
     Raises:
         ConfigError: if the file is invalid, no run is on the cluster, or a run was faster than the
             peak of its cluster.
     """
     configured, left_out = read_configured(file)
-    all_runs: list[PublishedRun | ConfiguredRun] = [*read_published(file), *configured]
+    all_runs: list[PublishedRun | ConfiguredRun] = [
+        *read_published(file, left_out if skips_invalid else None),
+        *configured,
+    ]
     if not all_runs:
         # A file without any row has been refused, so all rows are left out.
         raise ConfigError("; ".join(left_out.values()))
@@ -172,10 +176,16 @@ def planned_runs(
         raise ConfigError(
             f"{file}: no run is on the cluster {cluster.name}\nuse one of {clusters}{reasons}"
         )
-    # A given cluster takes the place of the run's own, with other figures.
-    return [
-        _make_planned_measurement(run, cluster or _load_cluster_of_run(run)) for run in selected
-    ], left_out
+    planned: list[PlannedMeasurement] = []
+    for run in selected:
+        try:
+            # A given cluster takes the place of the run's own, with other figures.
+            planned.append(_make_planned_measurement(run, cluster or _load_cluster_of_run(run)))
+        except ConfigError as error:
+            if not skips_invalid:
+                raise
+            left_out[run.id] = one_line(error)
+    return planned, left_out
 
 
 def _is_run_on_cluster(run: PublishedRun | ConfiguredRun, cluster: Cluster) -> bool:

@@ -9,10 +9,7 @@ from typing import Annotated, Any, Literal, Protocol, Self, TypeVar
 
 from pydantic import (
     AfterValidator,
-    AliasChoices,
     BaseModel,
-    ConfigDict,
-    Field,
     ValidationError,
     field_validator,
     model_validator,
@@ -21,13 +18,14 @@ from pydantic import (
 from shardwright.core.cost.cluster import Cluster
 from shardwright.core.cost.clusters import load_cluster
 from shardwright.core.partition.schedules import SCHEDULES
-from shardwright.errors import ConfigError
+from shardwright.errors import ConfigError, one_line
 from shardwright.models import Dimensions
 from shardwright.models.build import FAMILIES
 from shardwright.models.decoder import MODEL_TYPES
 from shardwright.plain_data import parse_json, short_repr
 from shardwright.run.config.schema import Count, Positive
 from shardwright.text_files import read_text
+from shardwright.tools.compare.published_names import with_names_of_rows
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
@@ -51,10 +49,6 @@ Schedule = Literal[
     "looped_bfs",
 ]
 """Name of a pipeline schedule, a key of `SCHEDULES`."""
-
-
-def _accept_any_key(*names: str) -> AliasChoices:
-    return AliasChoices(*names)
 
 
 EXPLICIT_KERNELS = ("torch", "fused")
@@ -135,8 +129,6 @@ class PublishedRun(BaseModel, strict=True, frozen=True):
         memory_gib: peak memory of a device in GiB; None if not published.
     """
 
-    model_config = ConfigDict(populate_by_name=True)
-
     id: str
     source: str
     model: str
@@ -164,15 +156,9 @@ class PublishedRun(BaseModel, strict=True, frozen=True):
     head_dim: Count | None = None
     experts: Count = 1
     experts_per_token: Count = 1
-    context_parallel: Count = Field(
-        default=1, validation_alias=_accept_any_key("context_parallel", "cp")
-    )
-    expert_parallel: Count = Field(
-        default=1, validation_alias=_accept_any_key("expert_parallel", "ep")
-    )
-    expert_tensor_parallel: Count | None = Field(
-        default=None, validation_alias=_accept_any_key("expert_tensor_parallel", "etp")
-    )
+    context_parallel: Count = 1
+    expert_parallel: Count = 1
+    expert_tensor_parallel: Count | None = None
     expert_biases: bool = False
     chunks: Count = 1
     schedule: Schedule | None = None
@@ -182,6 +168,11 @@ class PublishedRun(BaseModel, strict=True, frozen=True):
     framework: str | None = None
     hf: Mapping[str, Any] = {}
     hf_config: Mapping[str, Any] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _accept_other_names(cls, row: object) -> object:
+        return with_names_of_rows(row) if isinstance(row, Mapping) else row
 
     @field_validator("family")
     @classmethod
@@ -293,7 +284,8 @@ class PublishedRun(BaseModel, strict=True, frozen=True):
             num_heads=self.heads,
             num_kv_heads=self.kv_heads,
             intermediate_size=self.ffn,
-            vocab_size=self.vocab,
+            # Frameworks pad the vocabulary to a multiple of the tensor-parallel degree.
+            vocab_size=-(-self.vocab // self.tensor_parallel) * self.tensor_parallel,
             seq_length=self.seq,
             # Changes neither time nor memory.
             norm_eps=1e-5,
@@ -375,8 +367,12 @@ def model_flops_utilization(sizes: Dimensions, tokens: float, rate: float) -> fl
     return tokens * (6 * weights + 12 * layers * width * sizes.seq_length) / rate
 
 
-def read_published(file: str | Path) -> list[PublishedRun]:
+def read_published(file: str | Path, left_out: dict[str, str] | None = None) -> list[PublishedRun]:
     """Read the published training runs in the list `rows` of a JSON file.
+
+    Args:
+        left_out: where to add the reasons why rows are not valid, by their index; if None, such a
+            row is an error.
 
     Raises:
         ConfigError: if a key is missing or invalid; the message names the file, the row and the
@@ -385,12 +381,18 @@ def read_published(file: str | Path) -> list[PublishedRun]:
     runs: dict[str, PublishedRun] = {}
     for index, row in enumerate(read_rows(file, "rows")):
         location = f"{file}: rows[{index}]"
-        run = validate_row(PublishedRun, row, location)
-        if run.id in runs:
-            raise ConfigError(
-                f"{location}: another row has the id {run.id!r}\ngive each row its own id"
-            )
-        runs[run.id] = run
+        try:
+            run = validate_row(PublishedRun, row, location)
+            if run.id in runs:
+                raise ConfigError(
+                    f"{location}: another row has the id {run.id!r}\ngive each row its own id"
+                )
+        except ConfigError as error:
+            if left_out is None:
+                raise
+            left_out[f"rows[{index}]"] = one_line(error)
+        else:
+            runs[run.id] = run
     return list(runs.values())
 
 
