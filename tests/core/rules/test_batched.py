@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn, randn
 
-from core.rules.oracle import check, operator_name
+from core.rules.oracle import check, op_of, operator_name
+from shardwright.core.rules import rule_of
 
 aten = torch.ops.aten
 
@@ -131,3 +132,11 @@ def test_signals_of_a_batch_may_be_cut() -> None:
     window = nn.Buffer(torch.ones(8, dtype=torch.float64))
     signals, options = vectors(4, 32), {"window": window, "return_complex": False}
     assert check(aten.stft.default, signals, 8, **options).factors == ("b",)
+
+
+def test_distances_without_sharded_features_communicate_nothing() -> None:
+    op = op_of(aten.cdist.default, randn(2, 4, 6), randn(2, 4, 6), 1.0)
+    rule = rule_of(op)
+    # Of a micro-batch, only the factors of samples are sharded.
+    assert rule is not None and rule.reductions(op, {"i": 2}) == ()
+    assert len(rule.reductions(op, {"k": 2, "i": 1, "j": 1})) == 1
