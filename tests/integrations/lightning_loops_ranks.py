@@ -9,16 +9,18 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from lightning import Fabric, LightningModule, Trainer, seed_everything
-from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, TensorDataset
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import shardwright as sw
 from shardwright.integrations.fabric import FabricStrategy
 from shardwright.integrations.lightning import ShardwrightStrategy
 from torchrun import run_checks
@@ -122,6 +124,35 @@ def stochastic_weight_averaging_averages_sharded_parameters() -> None:
     )
 
 
+class InStages(Recording):
+    """Calls a model that returns its loss, as models in stages do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+        self.net: nn.Module = sw.WithLoss(layers, nn.MSELoss())
+
+    def training_step(self, batch: Any, _: int) -> Tensor:
+        return self.net(*batch)
+
+
+def averages_of_stages_are_refused() -> None:
+    for callback in (StochasticWeightAveraging(swa_lrs=0.01), EMAWeightAveraging()):
+        trainer = Trainer(
+            strategy=ShardwrightStrategy(stages=2, micro_batches=2),
+            accelerator="cpu",
+            devices=dist.get_world_size(),
+            max_epochs=1,
+            callbacks=[callback],
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        with pytest.raises(sw.PlanError, match="pairs the parameters of a model"):
+            trainer.fit(InStages(), DataLoader(samples(), batch_size=8))
+
+
 def averaged(devices: int) -> tuple[list[float], list[float]]:
     """Train with Fabric on local batches, and return losses of the model and of its average, which
     is created before the model is planned."""
@@ -157,6 +188,7 @@ CHECKS = (
     shuffled_loaders_draw_the_order_of_one_process,
     toggled_optimizers_train_their_models,
     stochastic_weight_averaging_averages_sharded_parameters,
+    averages_of_stages_are_refused,
 )
 
 if __name__ == "__main__":

@@ -11,9 +11,11 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from shardwright.errors import PlanError
 from shardwright.integrations.full_state import (
     full_model_state,
     full_optimizer_state,
+    has_stages,
     load_full_optimizer_state,
 )
 from shardwright.integrations.lightning_folder import (
@@ -27,7 +29,10 @@ require_version("lightning", "shardwright.integrations.lightning")
 
 from lightning.fabric.utilities.optimizer import _optimizers_to_device  # noqa: E402
 from lightning.pytorch import strategies  # noqa: E402
-from lightning.pytorch.callbacks import StochasticWeightAveraging  # noqa: E402
+from lightning.pytorch.callbacks import (  # noqa: E402
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from lightning.pytorch.core.optimizer import LightningOptimizer  # noqa: E402
 from lightning.pytorch.trainer.states import TrainerFn  # noqa: E402
 from lightning.pytorch.utilities.seed import isolate_rng  # noqa: E402
@@ -103,6 +108,18 @@ class ShardwrightStrategy(PlannedModelsStrategy, DDPStrategy):  # type: ignore[m
     def post_backward(self, closure_loss: Any) -> None:
         super().post_backward(closure_loss)
         self._planned_models.check_gradients()
+        self._refuse_averages_of_stages()
+
+    def _refuse_averages_of_stages(self) -> None:
+        """Refuse callbacks that average parameters, which they pair by position, under stages."""
+        for callback in self.lightning_module.trainer.callbacks:
+            averages = isinstance(callback, StochasticWeightAveraging | WeightAveraging)
+            if averages and has_stages(self.lightning_module):
+                raise PlanError(
+                    f"{type(callback).__name__} pairs the parameters of a model with those of a"
+                    " copy, but with pipeline stages a rank has only the parameters of its own"
+                    " stage\nremove the callback, or plan without stages"
+                )
 
     def teardown(self) -> None:
         """Tear down the strategy as `ModelParallelStrategy` does: shards stay on their devices."""
