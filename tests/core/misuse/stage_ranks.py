@@ -335,7 +335,9 @@ def check_zip_pairs_each_time_models_with_the_same_stages() -> None:
 
     net = in_stages()
     average(net, deepcopy(net))
-    for pair in ((net, model()), (model(), net)):
+    outer, full = nn.Sequential(nn.Sequential(net)), nn.Sequential(nn.Sequential(model()))
+    average(outer, deepcopy(outer))
+    for pair in ((net, model()), (model(), net), (outer, full), (full, outer)):
         with pytest.raises(sw.PlanError, match=r"`zip` \(.*stage_ranks\.py:\d+\) pairs"):
             average(*pair)
 

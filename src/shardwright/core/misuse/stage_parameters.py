@@ -198,13 +198,22 @@ def _check_updates_are_independent(optimizer: Optimizer) -> None:
 _Named = Callable[..., Iterator[tuple[str, nn.Parameter]]]
 
 
-def refuse_pairs_with_full_models(named_parameters: _Named) -> _Named:
-    """Return a `named_parameters` of a stage that raises an error where `zip` pairs the parameters
-    with those of a model that is not in pipeline stages, such as a teacher.
+def methods_that_refuse_pairs(user_class: type[nn.Module]) -> dict[str, Callable[..., Any]]:
+    """Return methods of a stage that raise an error where `zip` pairs its parameters, or those of a
+    module that contains it, with those of a model that is not in pipeline stages, as a teacher.
 
     A stage has fewer parameters, so `zip` would pair each with that of another name.
-    """
 
+    Returns:
+        The methods by name, to replace those of `user_class`.
+    """
+    return {
+        "named_parameters": _check_named_parameters(user_class.named_parameters),
+        "named_modules": _check_named_modules(user_class.named_modules),
+    }
+
+
+def _check_named_parameters(named_parameters: _Named) -> _Named:
     @wraps(named_parameters)
     def checked(module: nn.Module, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         _check_pairs(module, sys._getframe())
@@ -212,6 +221,26 @@ def refuse_pairs_with_full_models(named_parameters: _Named) -> _Named:
 
     return checked
 
+
+_Modules = Callable[..., Iterator[tuple[str, nn.Module]]]
+
+
+def _check_named_modules(named_modules: _Modules) -> _Modules:
+    """Return a `named_modules` of a stage that checks pairs where the parameters are read of a
+    module that contains the stage."""
+
+    @wraps(named_modules)
+    def checked(module: nn.Module, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        # Each enclosing module has a generator around this one.
+        for frame in _iterate_frames(sys._getframe(1), _MAX_NESTED_MODULES):
+            if frame.f_code is nn.Module.named_parameters.__code__:
+                _check_pairs(module, frame)
+        yield from named_modules(module, *args, **kwargs)
+
+    return checked
+
+
+_MAX_NESTED_MODULES = 10
 
 _CHECKED_LINES = set[tuple[CodeType, int]]()
 """Lines of the user for which all objects have been searched for `zip`s, which takes 0.1 s."""
@@ -234,7 +263,7 @@ def _check_pairs(module: nn.Module, frame: FrameType) -> None:
         if not any(each.gi_frame in frames for each in generators):
             continue
         for owner in (getgeneratorlocals(each).get("self") for each in generators):
-            if isinstance(owner, nn.Module) and owner not in stage_models():
+            if isinstance(owner, nn.Module) and not _contains_stage(owner):
                 raise PlanError(
                     f"`zip`{user_line()} pairs the parameters of a planned"
                     f" {type(module).__name__} with those of a {type(owner).__name__} without"
@@ -243,6 +272,11 @@ def _check_pairs(module: nn.Module, frame: FrameType) -> None:
                     " the same stages, or pair them inside `with sw.whole(net):`"
                 )
     _CHECKED_LINES.update(lines)
+
+
+def _contains_stage(module: nn.Module) -> bool:
+    # Not by `modules()`, which would check again.
+    return module in stage_models() or any(map(_contains_stage, module.children()))
 
 
 def _iterate_frames(frame: FrameType | None, count: int) -> Iterator[FrameType]:

@@ -22,7 +22,7 @@ from shardwright.core.lower.program import Program
 from shardwright.core.misuse.calls_of_parts import explain_calls_of_parts
 from shardwright.core.misuse.gathered_copies import refuse_lost_writes
 from shardwright.core.misuse.partial_state import refuse_to_save_shards
-from shardwright.core.misuse.stage_parameters import refuse_pairs_with_full_models
+from shardwright.core.misuse.stage_parameters import methods_that_refuse_pairs
 from shardwright.core.misuse.unsupported_operators import compute_unsupported_operators
 from shardwright.core.parallel.execution import Execution
 from shardwright.core.parallel.pipeline_execution import PipelineExecution
@@ -320,7 +320,7 @@ def _derive_planned_class(
         if callable(getattr(user_class, name, None)):
             calls[name] = _wrap_decoder_errors(name, getattr(user_class, name))
     if is_staged:
-        calls["named_parameters"] = refuse_pairs_with_full_models(user_class.named_parameters)
+        calls |= methods_that_refuse_pairs(user_class)
     namespace = {**names, **calls}
     if not is_user_class_first:
         return type(user_class.__name__, (ParallelModule, user_class), namespace)
