@@ -493,3 +493,15 @@ class Scaled(nn.Module):
 def test_empty_batches_are_compared(shape: tuple[int, ...]) -> None:
     graph = sw.capture(Scaled(), (torch.zeros(shape),))
     check_random_plan(Scaled(), (torch.zeros(shape),), {}, graph, random_plan(graph, 4, seed=0))
+
+
+class Signs(Scaled):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sgn(x * self.scale)
+
+
+def test_gradients_without_memory_are_zeros() -> None:
+    x = torch.randn(4, 3)
+    for seed in range(4):
+        graph = sw.capture(Signs(), (x,))
+        check_random_plan(Signs(), (x,), {}, graph, random_plan(graph, 4, seed=seed))
