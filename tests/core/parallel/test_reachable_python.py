@@ -117,3 +117,34 @@ def test_a_forward_that_is_set_on_a_submodule_after_planning_is_refused() -> Non
     planned.linear.forward = lambda x: 2 * x
     with pytest.raises(sw.PlanError, match=r"`forward` of module 'linear' was replaced\b.*\n"):
         planned(x)
+
+
+class Cosine:
+    def apply(self, x: Tensor) -> Tensor:
+        return x.cos()
+
+
+class Replaceable(Tracked):
+    def __init__(self) -> None:
+        super().__init__()
+        self.last, self.cosine = nn.Softsign(), Cosine()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.cosine.apply(torch.tanh(self.linear(x)))).sum()
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(torch, "tanh"), (nn.functional, "softsign"), (nn.Linear, "forward"), (Cosine, "apply")],
+)
+def test_functions_that_are_replaced_between_steps_take_effect(
+    owner: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned, eager, x = planned_and_eager(Replaceable)
+    before = planned(x).detach()
+    monkeypatch.setattr(owner, name, lambda *args: 3 * args[-1])
+    replaced = planned(x)
+    assert not torch.equal(replaced, before)
+    torch.testing.assert_close(replaced, eager(x))
+    monkeypatch.undo()
+    torch.testing.assert_close(planned(x).detach(), before)

@@ -37,9 +37,12 @@ from shardwright.core.capture.state_contents import (
 )
 from shardwright.core.capture.state_readers import (
     METHOD_TYPES,
+    FunctionsReader,
     GlobalsReader,
     read_class_attributes,
+    read_class_members,
     read_defaults,
+    read_forward,
     read_module_attributes,
     vars_of,
 )
@@ -158,6 +161,7 @@ class ReachableState:
         for path, child in module.named_modules():
             self._seen[id(child)] = child
             self._add_class(type(child))
+            self._add_library_layer(type(child))
             description = f"attribute {{}} of a {type(child).__name__}"
             # `OF_TORCH` contains `forward`, which may be a closure that is set on the instance.
             own_forward = {name: vars(child)[name] for name in ("forward",) if name in vars(child)}
@@ -246,7 +250,9 @@ class ReachableState:
         self._recorded.append(_RecordedContents(value, location, read, contents))
         if len(contents) <= _MOST_PARTS:
             for key, item in contents.items():
-                self._enqueue(item, location.inside(key, isinstance(value, _INDEXED)))
+                # `_visit_all` visits those methods of a class whose names occur in functions.
+                if read is not read_class_members or not issubclass(type(item), METHOD_TYPES):
+                    self._enqueue(item, location.inside(key, isinstance(value, _INDEXED)))
 
     def _visit_object(self, value: Any, location: StateLocation) -> None:
         value_type = type(value)
@@ -305,11 +311,8 @@ class ReachableState:
                     self._enqueue(held, StateLocation("function {}", label))
 
     def _record_globals(self, function: FunctionType, file: str) -> None:
-        """Record the global variables that a function names.
-
-        The variables are in the file of the function, or in user modules that the function names
-        or imports.
-        """
+        """Record the global variables that a function names, of its file and of the modules that it
+        names or imports."""
         names = frozenset(names_in(function.__code__))
         self._names |= names
         if names & {"environ", "getenv"} and id(os.environ) not in self._seen:
@@ -330,11 +333,13 @@ class ReachableState:
                 self._record_contents(
                     module, StateLocation(f"global variable {{}} of {module.__name__}"), read
                 )
-                # `a.b.value` names each of its parts.
-                for inner in read(module).values():
-                    if isinstance(inner, ModuleType) and id(inner) not in modules:
-                        modules[id(inner)] = inner
-                        waiting.append(inner)
+            else:
+                self._record_functions(module, names)
+            # `a.b.value` names each of its parts.
+            for inner in read(module).values():
+                if isinstance(inner, ModuleType) and id(inner) not in modules:
+                    modules[id(inner)] = inner
+                    waiting.append(inner)
 
     def _add_class(self, cls: type) -> None:
         for base in cls.__mro__:
@@ -343,8 +348,28 @@ class ReachableState:
                 self._record_contents(
                     base,
                     StateLocation(f"attribute {{}} of the class {base.__name__}"),
-                    read_class_attributes,
+                    # Methods of modules are watched as attributes of each module.
+                    read_class_attributes if issubclass(base, nn.Module) else read_class_members,
                 )
+
+    def _add_library_layer(self, cls: type[nn.Module]) -> None:
+        """Record `forward` of a class of a library, and the functions that it calls."""
+        forward = cls.forward
+        if self._is_user_module(cls.__module__) or id(forward) in self._seen:
+            return
+        self._seen[id(forward)] = forward
+        if isinstance(forward, FunctionType):
+            label = f"method {{}} of the class {cls.__name__}"
+            self._record_contents(cls, StateLocation(label), read_forward)
+            names = frozenset(forward.__code__.co_names)
+            for module in GlobalsReader(names)(forward).values():
+                if isinstance(module, ModuleType):
+                    self._record_functions(module, names)
+
+    def _record_functions(self, module: ModuleType, names: frozenset[str]) -> None:
+        """Record the functions of a library that have one of the names: users replace them."""
+        location = StateLocation(f"function {{}} of {module.__name__}")
+        self._record_contents(module, location, FunctionsReader(names))
 
     def _has_user_state(self, cls: type) -> bool:
         """Whether objects of this type may contain state of user code."""
@@ -358,9 +383,8 @@ class ReachableState:
         if package not in self._is_user_package:
             of_model = package in self._packages or package == "__main__"
             module = sys.modules.get(package)
-            folders = iter(
-                getattr(module, "__path__", ())
-            )  # A namespace package has no `__file__`, only folders.
+            # A namespace package has no `__file__`, only folders.
+            folders = iter(getattr(module, "__path__", ()))
             path = getattr(module, "__file__", None) or next(folders, None)
             # Modules without files are built in or made at run time.
             installed = path is None or any(folder in path for folder in _INSTALLED)

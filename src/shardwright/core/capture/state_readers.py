@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from types import FunctionType, ModuleType
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, cast
 
 from torch import nn
@@ -16,6 +16,7 @@ from shardwright.core.capture.state_contents import (
 )
 
 METHOD_TYPES = (FunctionType, property, functools.cached_property, staticmethod, classmethod)
+_CALLED_TYPES = (FunctionType, BuiltinFunctionType, functools.partial)
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,17 @@ class GlobalsReader:
         return {name: held.get(name, MISSING) for name in self.names if name[:2] != "__"}
 
 
+@dataclass(frozen=True)
+class FunctionsReader:
+    """Reader of the given functions of a module of a library."""
+
+    names: frozenset[str]
+
+    def __call__(self, module: ModuleType) -> Parts:
+        functions = {name: vars(module).get(name) for name in self.names & vars(module).keys()}
+        return {name: each for name, each in functions.items() if isinstance(each, _CALLED_TYPES)}
+
+
 def vars_of(value: Any) -> Parts:
     """Return the attributes of an object by name, as a copy."""
     return dict(vars(value))
@@ -46,12 +58,23 @@ def read_module_attributes(module: nn.Module) -> Parts:
 
 def read_class_attributes(cls: type[Any]) -> Parts:
     """Return the attributes of a class that are not methods."""
+    members = read_class_members(cls).items()
+    return {name: value for name, value in members if not isinstance(value, METHOD_TYPES)}
+
+
+def read_class_members(cls: type[Any]) -> Parts:
+    """Return the attributes and methods of a class, except those of Python itself."""
     return {
         name: value
         for name, value in vars(cls).items()
         # `_abc_impl` caches the subclass checks of `abc`, which `isinstance` fills.
-        if not (name.startswith("__") or name == "_abc_impl" or isinstance(value, METHOD_TYPES))
+        if not (name.startswith("__") or name == "_abc_impl")
     }
+
+
+def read_forward(cls: type[nn.Module]) -> Parts:
+    """Return `forward` of a class of modules, by name."""
+    return {"forward": cls.forward}
 
 
 def read_defaults(function: FunctionType) -> Parts:

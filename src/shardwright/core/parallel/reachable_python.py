@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Hashable
+from types import FunctionType
 
 from torch import Tensor, nn
 
@@ -103,12 +104,17 @@ class ReachablePython:
     def update(self) -> None:
         """Increment `version` if the watched Python state has changed since the last call.
 
-        Ignored once guards cover the state, or enough changes had no effect.
+        Ignored once guards cover the state, or enough changes had no effect. Guards do not cover
+        methods of classes, which users replace.
         """
-        if self.is_guarded or self._ignores_further_changes:
+        if self._ignores_further_changes:
             return
         # One change suffices: a version stands for the state of all objects.
-        change = next(self._state.changes(_is_same_tensor), None)
+        changes = self._state.changes(_is_same_tensor)
+        change = next(
+            (each for each in changes if not self.is_guarded or type(each.value) is FunctionType),
+            None,
+        )
         if change is None:
             return
         self.version, self._changed = self.version + 1, change.location
