@@ -35,9 +35,10 @@ from benchmarks.size import Size
 from benchmarks.table import Table
 from shardwright.errors import ConfigError, ShardwrightError, one_line
 from shardwright.tools.compare.measured import spearman
+from shardwright.tools.compare.measured_run import MeasuredRun
 from shardwright.tools.compare.published import PlannedMeasurement
 from shardwright.tools.compare.published_config import planned_runs
-from shardwright.tools.compare.published_rows import MeasuredRun, PublishedRun
+from shardwright.tools.compare.published_rows import PublishedRun
 
 FITTED = ROOT / "benchmarks" / "published_throughput.json"
 NEVER_FITTED = ROOT / "benchmarks" / "published_other_sources.json"

@@ -94,6 +94,7 @@ def test_rows_are_read_with_the_seconds_of_a_step(tmp_path: Path) -> None:
             {"expert_tensor_parallel": 3},
             "`expert_tensor_parallel` is 3, but must be 1 or tensor_parallel = 1",
         ),
+        ({"shard_size": 3}, "`shard_size` is 3, which does not divide data_parallel = 8"),
         ({"experts_per_token": 2}, "experts_per_token=2 is more than num_experts=1"),
         ({"schedule": "dualpipe"}, "schedule: .*'dualpipe'"),
         (
@@ -215,3 +216,16 @@ def test_rows_of_other_kinds_are_refused(
 def test_vocabularies_are_padded_for_tensor_parallelism() -> None:
     run = PublishedRun(**row(vocab=317, tensor_parallel=8, data_parallel=1))
     assert run.sizes.vocab_size == 320
+
+
+def test_state_may_be_sharded_over_some_of_the_replicas() -> None:
+    keys = {key: value for key, value in ROW.items() if key != "data_parallel"}
+    hybrid = PlannedRun(
+        PublishedRun(**{**keys, "dp_shard": 2, "dp_replicate": 4}), load_cluster("h100")
+    )
+    sharding = hybrid.candidate.decisions.sharding
+    assert sharding is not None
+    assert (hybrid.run.data_parallel, sharding.shard_size) == (8, 2)
+    assert hybrid.memory > planned().memory
+    all_replicas = PublishedRun(**row(dp_shard=-1))
+    assert all_replicas == PublishedRun(**row())

@@ -26,18 +26,14 @@ from shardwright.core.planner.options import MB, PlanOptions
 from shardwright.errors import ConfigError, ShardwrightError
 from shardwright.models import build, example_batch
 from shardwright.models.expert_sharding import expert_stages, paths_of_blocks, pin_expert
+from shardwright.tools.compare.measured_run import MeasuredRun, check_below_peak
 from shardwright.tools.compare.published_memory import (
     framework_peak_bytes,
     local_output_bytes,
     max_passes_in_flight,
     saved_producers,
 )
-from shardwright.tools.compare.published_rows import (
-    DTYPES,
-    MeasuredRun,
-    PublishedRun,
-    check_below_peak,
-)
+from shardwright.tools.compare.published_rows import DTYPES, PublishedRun
 from shardwright.tools.compare.published_software import Software, software_of_run
 from shardwright.tools.compare.repeated_blocks import CAPTURED_BLOCKS, with_more_blocks
 
@@ -166,7 +162,7 @@ class PlannedRun:
             micro_batches=run.micro_batches,
             compute_dtype=None if self._autocast_dtype is None else "bfloat16",
             bucket_mb=self._compute_bucket_bytes(graph, blocks) / MB,
-            hsdp=None if level is None else {"level": level},
+            hsdp=None if level is None else {"level": level, **self._shard_size},
         )
         # Copied blocks are not modules of the captured model.
         names = (*(name for name, _ in net.named_modules()), *blocks)
@@ -185,6 +181,12 @@ class PlannedRun:
         )
         recompute_marks = dict(select(graph, blocks))
         return replace(candidate, decisions=replace(candidate.decisions, recompute=recompute_marks))
+
+    @property
+    def _shard_size(self) -> dict[str, int]:
+        # Frameworks shard over the devices of context parallelism too.
+        size, context = self.run.shard_size, self.run.context_parallel
+        return {} if size is None else {"shard_size": size * context}
 
     def _capture_blocks(self) -> tuple[nn.Module, Graph, list[str]]:
         """Capture a model with few blocks; return it, the graph extended to all blocks, and the

@@ -17,13 +17,15 @@ from shardwright.errors import ConfigError, ShardwrightError, one_line
 from shardwright.mindformers.config_format import MindFormersRun
 from shardwright.run.config.run import Run
 from shardwright.run.config.schema import Count, Positive
+from shardwright.tools.compare.measured_run import (
+    check_below_peak,
+    cluster_of,
+    model_flops_utilization,
+)
 from shardwright.tools.compare.published import PlannedMeasurement, PlannedRun
 from shardwright.tools.compare.published_rows import (
     Hardware,
     PublishedRun,
-    check_below_peak,
-    cluster_of,
-    model_flops_utilization,
     read_published,
     read_rows,
     validate_row,

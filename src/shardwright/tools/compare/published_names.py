@@ -10,6 +10,8 @@ from shardwright.core.partition.schedules import SCHEDULES
 
 KEYS = {
     **dict.fromkeys(("dp", "data_parallel_size"), "data_parallel"),
+    **dict.fromkeys(("dp_shard", "data_parallel_shard_degree"), "shard_size"),
+    **dict.fromkeys(("dp_replicate", "data_parallel_replicate_degree"), "copies"),
     **dict.fromkeys(("tp", "tensor_parallel_size"), "tensor_parallel"),
     **dict.fromkeys(("pp", "pipeline_parallel", "pipeline_parallel_size"), "stages"),
     **dict.fromkeys(("cp", "context_parallel_size"), "context_parallel"),
@@ -71,6 +73,12 @@ def with_names_of_rows(row: Mapping[str, Any]) -> dict[str, Any]:
         if name in renamed and renamed[name] != value:
             raise ValueError(f"`{name}` has two values, {renamed[name]} and {value}; keep one")
         renamed[name] = _value_of_rows(name, value)
+    copies, shard_size = renamed.pop("copies", None), renamed.get("shard_size")
+    if shard_size == -1:
+        # In torchtitan, all replicas.
+        del renamed["shard_size"]
+    elif isinstance(copies, int) and isinstance(shard_size, int):
+        renamed.setdefault("data_parallel", copies * shard_size)
     if adapter := next((key for key in ADAPTERS if renamed.get(key)), None):
         raise ValueError(
             f"`{adapter}`: runs that train only adapters are not predicted; remove the row"

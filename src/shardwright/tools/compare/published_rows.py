@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -16,7 +16,6 @@ from pydantic import (
 )
 
 from shardwright.core.cost.cluster import Cluster
-from shardwright.core.cost.clusters import load_cluster
 from shardwright.core.partition.schedules import SCHEDULES
 from shardwright.errors import ConfigError, one_line
 from shardwright.models import Dimensions
@@ -25,6 +24,7 @@ from shardwright.models.decoder import MODEL_TYPES
 from shardwright.plain_data import parse_json, short_repr
 from shardwright.run.config.schema import Count, Positive
 from shardwright.text_files import read_text
+from shardwright.tools.compare.measured_run import cluster_of, model_flops_utilization
 from shardwright.tools.compare.published_names import with_names_of_rows
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -63,38 +63,6 @@ BIASED_EXPERTS = ("gpt_oss",)
 """Types of `transformers` models whose experts have biases and clamped inner activations."""
 
 
-class MeasuredRun(Protocol):
-    """A published run with measured throughput."""
-
-    @property
-    def id(self) -> str: ...
-
-    @property
-    def source(self) -> str:
-        """Title or id of the publication."""
-
-    @property
-    def hardware(self) -> str:
-        """Name of the cluster on which the run was measured."""
-
-    @property
-    def devices(self) -> int: ...
-
-    @property
-    def tokens_per_second_per_device(self) -> float: ...
-
-    @property
-    def memory_gib(self) -> float | None:
-        """Peak memory of a device in GiB; None if not published."""
-
-    @property
-    def seconds(self) -> float:
-        """Measured seconds of a training step."""
-
-    def utilization(self, cluster: Cluster, seconds: float) -> float:
-        """Return the MFU of a step of `seconds` seconds; see `model_flops_utilization`."""
-
-
 class PublishedRun(BaseModel, strict=True, frozen=True):
     """A training run of a language model with published throughput; unknown keys are ignored.
 
@@ -105,6 +73,8 @@ class PublishedRun(BaseModel, strict=True, frozen=True):
         hardware: name of a cluster.
         data_parallel: number of replicas of a stage.
         sharded: the state that is sharded over the replicas (ZeRO).
+        shard_size: number of replicas over which it is sharded (HSDP), a divisor of
+            `data_parallel`; by default all. Also `dp_shard`, beside `dp_replicate`.
         micro_batch: sequences per micro-batch and replica.
         global_batch: sequences per step.
         recompute: the recomputed operators. `selective` means the selection of the run's framework:
@@ -153,6 +123,7 @@ class PublishedRun(BaseModel, strict=True, frozen=True):
     dtype: Literal["bf16", "fp16", "fp32"]
     tokens_per_second_per_device: Positive
     memory_gib: Positive | None = None
+    shard_size: Count | None = None
     head_dim: Count | None = None
     experts: Count = 1
     experts_per_token: Count = 1
@@ -196,6 +167,11 @@ class PublishedRun(BaseModel, strict=True, frozen=True):
             raise ValueError(
                 f"`devices` is {self.devices}, but must be {' · '.join(degrees)} ="
                 f" {' · '.join(map(str, degrees.values()))}; correct one of these keys"
+            )
+        if self.shard_size is not None and self.data_parallel % self.shard_size:
+            raise ValueError(
+                f"`shard_size` is {self.shard_size}, which does not divide data_parallel ="
+                f" {self.data_parallel}; correct one of these keys"
             )
         stage_devices = self.data_parallel * self.context_parallel * self.tensor_parallel
         if stage_devices % self.expert_parallel:
@@ -321,50 +297,6 @@ class PublishedRun(BaseModel, strict=True, frozen=True):
         """Return the MFU of a step of `seconds` seconds; see `model_flops_utilization`."""
         tokens = self.global_batch * self.seq / self.devices / seconds
         return model_flops_utilization(self.sizes, tokens, cluster.device.rates[DTYPES[self.dtype]])
-
-
-def cluster_of(run: MeasuredRun) -> Cluster:
-    """Load the cluster of a run. Raises ConfigError if `hardware` is not a cluster."""
-    try:
-        return load_cluster(run.hardware)
-    except ConfigError as error:
-        raise ConfigError(
-            f"row {run.id}: cannot load the cluster `hardware`: {error}\n"
-            "set `hardware` to the name of a built-in cluster, such as h100"
-        ) from None
-
-
-def check_below_peak(run: MeasuredRun, cluster: Cluster) -> None:
-    """Raise ConfigError if a run's measured throughput exceeds the peak FLOPs of its cluster."""
-    utilization = run.utilization(cluster, run.seconds)
-    if utilization > 1:
-        raise ConfigError(
-            f"row {run.id}: {run.tokens_per_second_per_device:g} tokens per second and device are"
-            f" {utilization:.0%} of the peak of {cluster.name}\ncheck the units and `hardware`"
-        )
-
-
-def model_flops_utilization(sizes: Dimensions, tokens: float, rate: float) -> float:
-    """Return the model FLOPs utilization (MFU), as in PaLM (Chowdhery et al., 2022, appendix B).
-
-    A token takes 6 FLOPs per weight, plus 12 · layers · hidden · seq for attention. Counts
-    attention as if it were not causal, and only the experts that process the token; does not count
-    recomputation.
-
-    Args:
-        tokens: tokens per second and device.
-        rate: peak FLOPs per second of a device.
-    """
-    # Gated feed-forward layers have three matrices.
-    linears = 2 if sizes.family in ("gpt", "pangualpha") else 3
-    hidden, layers = sizes.hidden_size, sizes.num_layers
-    # Queries and output projection, and keys and values of grouped-query attention.
-    width = sizes.num_heads * sizes.head_size
-    attention = (2 + 2 * sizes.num_kv_heads / sizes.num_heads) * width
-    feed_forward = linears * sizes.intermediate_size * sizes.experts_per_token
-    # The output layer counts; the embedding is a look-up without products.
-    weights = layers * hidden * (attention + feed_forward) + sizes.vocab_size * hidden
-    return tokens * (6 * weights + 12 * layers * width * sizes.seq_length) / rate
 
 
 def read_published(file: str | Path, left_out: dict[str, str] | None = None) -> list[PublishedRun]:
