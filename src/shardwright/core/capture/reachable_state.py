@@ -44,6 +44,7 @@ from shardwright.core.capture.state_readers import (
     read_defaults,
     read_forward,
     read_module_attributes,
+    reads_functions,
     vars_of,
 )
 from shardwright.core.capture.undone_effects import replace_contents
@@ -173,13 +174,18 @@ class ReachableState:
                 )
         self._visit_all()
 
-    def changes(self, is_equal: Callable[[Tensor, Tensor], bool]) -> Iterator[Change]:
+    def changes(
+        self, is_equal: Callable[[Tensor, Tensor], bool], of_functions: bool = False
+    ) -> Iterator[Change]:
         """Yield the differences between the recorded and the current state.
 
         Args:
             is_equal: returns whether two tensors are known to have equal values.
+            of_functions: only of functions of libraries and of methods of classes.
         """
         for holder in self._recorded:
+            if of_functions and not reads_functions(holder.read):
+                continue
             before, now = holder.contents, holder.read(holder.value)
             for key in {**before, **now}:
                 old, new = before.get(key, MISSING), now.get(key, MISSING)

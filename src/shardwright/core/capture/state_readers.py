@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, cast
@@ -75,6 +76,11 @@ def read_class_members(cls: type[Any]) -> Parts:
 def read_forward(cls: type[nn.Module]) -> Parts:
     """Return `forward` of a class of modules, by name."""
     return {"forward": cls.forward}
+
+
+def reads_functions(read: Callable[[Any], Parts]) -> bool:
+    """Whether `read` returns functions of libraries or methods of classes."""
+    return read in (read_class_members, read_forward) or isinstance(read, FunctionsReader)
 
 
 def read_defaults(function: FunctionType) -> Parts:

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Hashable
-from types import FunctionType
 
 from torch import Tensor, nn
 
-from shardwright.core.capture.reachable_state import ReachableState, StateLocation
+from shardwright.core.capture.reachable_state import Change, ReachableState
 from shardwright.core.capture.shapes import are_equal
+from shardwright.core.capture.state_readers import METHOD_TYPES, StateLocation
 from shardwright.core.graph.graph import Graph
 
 log = logging.getLogger(__name__)
@@ -104,22 +104,24 @@ class ReachablePython:
     def update(self) -> None:
         """Increment `version` if the watched Python state has changed since the last call.
 
-        Ignored once guards cover the state, or enough changes had no effect. Guards do not cover
-        methods of classes, which users replace.
+        Ignored if enough changes had no effect. Once guards cover the state, only functions of
+        libraries and methods of classes are compared, on which TorchDynamo does not guard.
         """
         if self._ignores_further_changes:
             return
         # One change suffices: a version stands for the state of all objects.
-        changes = self._state.changes(_is_same_tensor)
-        change = next(
-            (each for each in changes if not self.is_guarded or type(each.value) is FunctionType),
-            None,
-        )
+        changes = self._state.changes(_is_same_tensor, of_functions=self.is_guarded)
+        change = next(filter(self._is_unguarded, changes), None)
         if change is None:
             return
         self.version, self._changed = self.version + 1, change.location
         self._state = ReachableState(*self._aliases, max_parts=MAX_COMPARED_OBJECTS)
         log.info("%s has changed since the capture", change.location)
+
+    def _is_unguarded(self, change: Change) -> bool:
+        # Guards cover the other attributes of classes.
+        is_method = isinstance(change.value, METHOD_TYPES) or callable(change.value)
+        return is_method or not self.is_guarded
 
 
 def _is_same_tensor(before: Tensor, current: Tensor) -> bool:
