@@ -13,9 +13,9 @@ from collections.abc import Hashable
 
 from torch import Tensor, nn
 
-from shardwright.core.capture.reachable_state import Change, ReachableState
+from shardwright.core.capture.reachable_state import Change, ReachableState, StateLocation
 from shardwright.core.capture.shapes import are_equal
-from shardwright.core.capture.state_readers import METHOD_TYPES, StateLocation
+from shardwright.core.capture.state_readers import METHOD_TYPES
 from shardwright.core.graph.graph import Graph
 
 log = logging.getLogger(__name__)
