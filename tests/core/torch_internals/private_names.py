@@ -90,6 +90,7 @@ OPERATORS = (
     PrivateName("torch._C.DispatchKey.CompositeImplicitAutograd", "the key of such kernels"),
     PrivateName("torch._C.DispatchKey.CompositeExplicitAutograd", "the same"),
     PrivateName("torch.fx.Node._erased", "whether a node that is met was removed meanwhile"),
+    PrivateName("torch.ops.aten._efficientzerotensor", "a gradient without memory, as of `sgn`"),
     PrivateName(
         "torch.library.Library._destroy", "takes back the kernels of a dry run on meta tensors"
     ),
