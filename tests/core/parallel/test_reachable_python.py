@@ -130,12 +130,20 @@ class Replaceable(Tracked):
         self.last, self.cosine = nn.Softsign(), Cosine()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.cosine.apply(torch.tanh(self.linear(x)))).sum()
+        x = nn.ELU()(self.linear(x).sin())
+        return self.last(self.cosine.apply(torch.tanh(x))).sum()
 
 
 @pytest.mark.parametrize(
     ("owner", "name"),
-    [(torch, "tanh"), (nn.functional, "softsign"), (nn.Linear, "forward"), (Cosine, "apply")],
+    [
+        (torch, "tanh"),
+        (nn.functional, "softsign"),
+        (nn.Linear, "forward"),
+        (nn.ELU, "forward"),
+        (Tensor, "sin"),
+        (Cosine, "apply"),
+    ],
 )
 def test_functions_that_are_replaced_between_steps_take_effect(
     owner: Any, name: str, monkeypatch: pytest.MonkeyPatch

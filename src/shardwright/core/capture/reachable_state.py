@@ -173,6 +173,7 @@ class ReachableState:
                     hook, StateLocation("forward hook of {}", path or type(child).__name__)
                 )
         self._visit_all()
+        self._record_functions(Tensor, frozenset(self._names))
 
     def changes(
         self, is_equal: Callable[[Tensor, Tensor], bool], of_functions: bool = False
@@ -372,10 +373,14 @@ class ReachableState:
                 if isinstance(module, ModuleType):
                     self._record_functions(module, names)
 
-    def _record_functions(self, module: ModuleType, names: frozenset[str]) -> None:
-        """Record the functions of a library that have one of the names: users replace them."""
-        location = StateLocation(f"function {{}} of {module.__name__}")
-        self._record_contents(module, location, FunctionsReader(names))
+    def _record_functions(self, owner: ModuleType | type[Tensor], names: frozenset[str]) -> None:
+        """Record the functions and layers of a library that have one of the names: users replace
+        them."""
+        location = StateLocation(f"function {{}} of {owner.__name__}")
+        self._record_contents(owner, location, FunctionsReader(names))
+        for value in map(vars(owner).get, names):
+            if isinstance(value, type) and issubclass(value, nn.Module):
+                self._add_library_layer(value)
 
     def _has_user_state(self, cls: type) -> bool:
         """Whether objects of this type may contain state of user code."""

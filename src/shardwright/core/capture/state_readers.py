@@ -38,12 +38,12 @@ class GlobalsReader:
 
 @dataclass(frozen=True)
 class FunctionsReader:
-    """Reader of the given functions of a module of a library."""
+    """Reader of the given functions of a module or class of a library."""
 
     names: frozenset[str]
 
-    def __call__(self, module: ModuleType) -> Parts:
-        functions = {name: vars(module).get(name) for name in self.names & vars(module).keys()}
+    def __call__(self, owner: ModuleType | type) -> Parts:
+        functions = {name: vars(owner).get(name) for name in self.names & vars(owner).keys()}
         return {name: each for name, each in functions.items() if isinstance(each, _CALLED_TYPES)}
 
 

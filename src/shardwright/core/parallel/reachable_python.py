@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from shardwright.core.capture.reachable_state import Change, ReachableState, StateLocation
 from shardwright.core.capture.shapes import are_equal
+from shardwright.core.capture.state_contents import MISSING
 from shardwright.core.capture.state_readers import METHOD_TYPES
 from shardwright.core.graph.graph import Graph
 
@@ -120,8 +121,9 @@ class ReachablePython:
 
     def _is_unguarded(self, change: Change) -> bool:
         # Guards cover the other attributes of classes.
-        is_method = isinstance(change.value, METHOD_TYPES) or callable(change.value)
-        return is_method or not self.is_guarded
+        value = change.value
+        is_function = isinstance(value, METHOD_TYPES) or callable(value) or value is MISSING
+        return is_function or not self.is_guarded
 
 
 def _is_same_tensor(before: Tensor, current: Tensor) -> bool:
