@@ -39,12 +39,13 @@ from shardwright.core.capture.state_readers import (
     METHOD_TYPES,
     FunctionsReader,
     GlobalsReader,
+    is_function,
     read_class_attributes,
     read_class_members,
     read_defaults,
     read_forward,
     read_module_attributes,
-    reads_functions,
+    reads_library_functions,
     vars_of,
 )
 from shardwright.core.capture.undone_effects import replace_contents
@@ -124,6 +125,22 @@ class _RecordedContents:
     contents: Parts
 
 
+def _changes_of(
+    holder: _RecordedContents, is_equal: Callable[[Tensor, Tensor], bool]
+) -> Iterator[Change]:
+    before, now = holder.contents, holder.read(holder.value)
+    for key in {**before, **now}:
+        old, new = before.get(key, MISSING), now.get(key, MISSING)
+        if not is_same(old, new, is_equal):
+            location = holder.location
+            # An index says little, as an insertion changes the indices of all that follow.
+            if not isinstance(holder.value, _ORDERED) or isinstance(key, Attribute):
+                location = location.inside(key, isinstance(holder.value, _INDEXED))
+            # By identity: an array compares its elements.
+            added = (old is None or old is MISSING) and new is not MISSING
+            yield Change(location, new, added, isinstance(holder.value, ADVANCING))
+
+
 class ReachableState:
     """Record of the Python state that can be reached from a module.
 
@@ -149,6 +166,7 @@ class ReachableState:
         self._parts_left = max_parts
         self.codes: dict[CodeType, None] = {}
         self._recorded: list[_RecordedContents] = []
+        self._recorded_functions: list[_RecordedContents] = []
         excluded = (*_GENERATORS_OF_LIBRARIES, alias)
         # Keeps the objects alive, so that no `id()` is given to another object.
         self._seen: dict[int, Any] = {id(each): each for each in excluded}
@@ -175,29 +193,23 @@ class ReachableState:
         self._visit_all()
         self._record_functions(Tensor, frozenset(self._names))
 
-    def changes(
-        self, is_equal: Callable[[Tensor, Tensor], bool], of_functions: bool = False
-    ) -> Iterator[Change]:
-        """Yield the differences between the recorded and the current state.
+    def changes(self, is_equal: Callable[[Tensor, Tensor], bool]) -> Iterator[Change]:
+        """Yield the differences between the recorded and the current state, except
+        `replaced_functions`.
 
         Args:
             is_equal: returns whether two tensors are known to have equal values.
-            of_functions: only of functions of libraries and of methods of classes.
         """
         for holder in self._recorded:
-            if of_functions and not reads_functions(holder.read):
-                continue
-            before, now = holder.contents, holder.read(holder.value)
-            for key in {**before, **now}:
-                old, new = before.get(key, MISSING), now.get(key, MISSING)
-                if not is_same(old, new, is_equal):
-                    location = holder.location
-                    # An index says little, as an insertion changes the indices of all that follow.
-                    if not isinstance(holder.value, _ORDERED) or isinstance(key, Attribute):
-                        location = location.inside(key, isinstance(holder.value, _INDEXED))
-                    # By identity: an array compares its elements.
-                    added = (old is None or old is MISSING) and new is not MISSING
-                    yield Change(location, new, added, isinstance(holder.value, ADVANCING))
+            yield from _changes_of(holder, is_equal)
+
+    def replaced_functions(self) -> Iterator[Change]:
+        """Yield the functions and layers of libraries, and the methods of the user's classes, that
+        were replaced. A trace replaces some of them itself."""
+        for holder in self._recorded_functions:
+            for change in _changes_of(holder, lambda *_: True):
+                if is_function(change.value):
+                    yield change
 
     def mutable_containers(self) -> Iterator[tuple[Any, tuple[str, ...] | None]]:
         """Yield (container, None) for recorded closure cells and containers, and (namespace, names)
@@ -254,7 +266,11 @@ class ReachableState:
         # The queue is breadth-first: what no longer fits is farther from the module.
         if self._parts_left < 0:
             return
-        self._recorded.append(_RecordedContents(value, location, read, contents))
+        recorded = _RecordedContents(value, location, read, contents)
+        if not reads_library_functions(read):
+            self._recorded.append(recorded)
+        if read is read_class_members or reads_library_functions(read):
+            self._recorded_functions.append(recorded)
         if len(contents) <= _MOST_PARTS:
             for key, item in contents.items():
                 # `_visit_all` visits those methods of a class whose names occur in functions.

@@ -78,9 +78,14 @@ def read_forward(cls: type[nn.Module]) -> Parts:
     return {"forward": cls.forward}
 
 
-def reads_functions(read: Callable[[Any], Parts]) -> bool:
-    """Whether `read` returns functions of libraries or methods of classes."""
-    return read in (read_class_members, read_forward) or isinstance(read, FunctionsReader)
+def reads_library_functions(read: Callable[[Any], Parts]) -> bool:
+    """Whether `read` returns functions of libraries."""
+    return read is read_forward or isinstance(read, FunctionsReader)
+
+
+def is_function(value: Any) -> bool:
+    """Whether a value is a function or method, or the absence of one."""
+    return value is MISSING or isinstance(value, METHOD_TYPES) or callable(value)
 
 
 def read_defaults(function: FunctionType) -> Parts:

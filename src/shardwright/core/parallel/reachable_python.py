@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Hashable
+from itertools import chain
 
 from torch import Tensor, nn
 
-from shardwright.core.capture.reachable_state import Change, ReachableState, StateLocation
+from shardwright.core.capture.reachable_state import ReachableState, StateLocation
 from shardwright.core.capture.shapes import are_equal
-from shardwright.core.capture.state_contents import MISSING
-from shardwright.core.capture.state_readers import METHOD_TYPES
 from shardwright.core.graph.graph import Graph
 
 log = logging.getLogger(__name__)
@@ -111,19 +110,13 @@ class ReachablePython:
         if self._ignores_further_changes:
             return
         # One change suffices: a version stands for the state of all objects.
-        changes = self._state.changes(_is_same_tensor, of_functions=self.is_guarded)
-        change = next(filter(self._is_unguarded, changes), None)
+        changes = iter(()) if self.is_guarded else self._state.changes(_is_same_tensor)
+        change = next(chain(changes, self._state.replaced_functions()), None)
         if change is None:
             return
         self.version, self._changed = self.version + 1, change.location
         self._state = ReachableState(*self._aliases, max_parts=MAX_COMPARED_OBJECTS)
         log.info("%s has changed since the capture", change.location)
-
-    def _is_unguarded(self, change: Change) -> bool:
-        # Guards cover the other attributes of classes.
-        value = change.value
-        is_function = isinstance(value, METHOD_TYPES) or callable(value) or value is MISSING
-        return is_function or not self.is_guarded
 
 
 def _is_same_tensor(before: Tensor, current: Tensor) -> bool:
