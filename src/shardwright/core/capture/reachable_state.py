@@ -10,19 +10,25 @@ from __future__ import annotations
 import os
 import random
 import sys
-import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import BuiltinMethodType, CellType, CodeType, FunctionType, MethodType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
 
 from shardwright.core.capture.global_variables import is_library, names_in
+from shardwright.core.capture.state_changes import (
+    CONTAINERS,
+    INDEXED,
+    Change,
+    RecordedContents,
+    StateLocation,
+    changes_of,
+)
 from shardwright.core.capture.state_contents import (
-    ADVANCING,
     ATOMS,
     CONTENT_TYPES,
     MISSING,
@@ -33,7 +39,6 @@ from shardwright.core.capture.state_contents import (
     Parts,
     cached_results,
     contents_of,
-    is_same,
 )
 from shardwright.core.capture.state_readers import (
     METHOD_TYPES,
@@ -62,83 +67,7 @@ _DRAWS: tuple[Any, ...] = (random.random, np.random.rand)
 _GENERATORS_OF_LIBRARIES = tuple(draw.__self__ for draw in _DRAWS)
 """Global generators of `random` and `numpy.random`, whose state `trace.py` compares."""
 
-_CONTAINERS = (CellType, list, deque, dict, set)
-_ORDERED = (list, tuple, set, frozenset, deque)
-_INDEXED = (*_ORDERED, dict, CellType)
 _INSTALLED = ("site-packages", "dist-packages")
-
-
-class StateLocation(NamedTuple):
-    """Location of an object in the Python state that a module can reach, for error messages.
-
-    Args:
-        description: description of the location, with `{}` in place of `path`.
-        path: the object as the user writes it.
-    """
-
-    description: str
-    path: str = ""
-
-    def inside(self, key: Hashable, indexed: bool) -> StateLocation:
-        if key == STATE:
-            return self
-        if isinstance(key, Attribute):
-            key, indexed = key.name, False
-        path = (
-            f"{self.path}[{_format_key(key)}]"
-            if indexed
-            else f"{self.path}.{key}".removeprefix(".")
-        )
-        return StateLocation(self.description, path)
-
-    def __str__(self) -> str:
-        return self.description.replace("{}", repr(self.path), 1)
-
-
-def _format_key(key: Hashable) -> str:
-    """Format a key or an index of a container; a module is represented by its class."""
-    value = key() if isinstance(key, weakref.ReferenceType) else key
-    return type(value).__name__ if isinstance(value, nn.Module) else repr(key)
-
-
-class Change(NamedTuple):
-    """A difference between the recorded and the current state of an object.
-
-    Args:
-        location: location of the changed object.
-        value: the current object.
-        adds: whether the earlier value was missing or None, for example a new cache entry.
-        advances: whether the changed object is an iterator or a generator.
-    """
-
-    location: StateLocation
-    value: Any
-    adds: bool
-    advances: bool = False
-
-
-@dataclass(frozen=True, eq=False)
-class _RecordedContents:
-    value: Any
-    location: StateLocation
-    read: Callable[[Any], Parts]
-    contents: Parts
-
-
-def _changes_of(
-    holder: _RecordedContents, is_equal: Callable[[Tensor, Tensor], bool]
-) -> Iterator[Change]:
-    before, now = holder.contents, holder.read(holder.value)
-    for key in {**before, **now}:
-        old, new = before.get(key, MISSING), now.get(key, MISSING)
-        if not is_same(old, new, is_equal):
-            location = holder.location
-            # An index says little, as an insertion changes the indices of all that follow.
-            if not isinstance(holder.value, _ORDERED) or isinstance(key, Attribute):
-                location = location.inside(key, isinstance(holder.value, _INDEXED))
-            # By identity: an array compares its elements.
-            added = (old is None or old is MISSING) and new is not MISSING
-            yield Change(location, new, added, isinstance(holder.value, ADVANCING))
 
 
 class ReachableState:
@@ -165,8 +94,8 @@ class ReachableState:
     ) -> None:
         self._parts_left = max_parts
         self.codes: dict[CodeType, None] = {}
-        self._recorded: list[_RecordedContents] = []
-        self._recorded_functions: list[_RecordedContents] = []
+        self._recorded: list[RecordedContents] = []
+        self._recorded_functions: list[RecordedContents] = []
         excluded = (*_GENERATORS_OF_LIBRARIES, alias)
         # Keeps the objects alive, so that no `id()` is given to another object.
         self._seen: dict[int, Any] = {id(each): each for each in excluded}
@@ -201,13 +130,13 @@ class ReachableState:
             is_equal: returns whether two tensors are known to have equal values.
         """
         for holder in self._recorded:
-            yield from _changes_of(holder, is_equal)
+            yield from changes_of(holder, is_equal)
 
     def replaced_functions(self) -> Iterator[Change]:
         """Yield the functions and layers of libraries, and the methods of the user's classes, that
         were replaced. A trace replaces some of them itself."""
         for holder in self._recorded_functions:
-            for change in _changes_of(holder, lambda *_: True):
+            for change in changes_of(holder, lambda *_: True):
                 if is_function(change.value):
                     yield change
 
@@ -215,7 +144,7 @@ class ReachableState:
         """Yield (container, None) for recorded closure cells and containers, and (namespace, names)
         for recorded global variables."""
         for holder in self._recorded:
-            if isinstance(holder.value, _CONTAINERS):
+            if isinstance(holder.value, CONTAINERS):
                 yield holder.value, None
             elif isinstance(holder.read, GlobalsReader):
                 names = tuple(name for name in holder.contents if isinstance(name, str))
@@ -266,7 +195,7 @@ class ReachableState:
         # The queue is breadth-first: what no longer fits is farther from the module.
         if self._parts_left < 0:
             return
-        recorded = _RecordedContents(value, location, read, contents)
+        recorded = RecordedContents(value, location, read, contents)
         if not reads_library_functions(read):
             self._recorded.append(recorded)
         if read is read_class_members or reads_library_functions(read):
@@ -275,7 +204,7 @@ class ReachableState:
             for key, item in contents.items():
                 # `_visit_all` visits those methods of a class whose names occur in functions.
                 if read is not read_class_members or not issubclass(type(item), METHOD_TYPES):
-                    self._enqueue(item, location.inside(key, isinstance(value, _INDEXED)))
+                    self._enqueue(item, location.inside(key, isinstance(value, INDEXED)))
 
     def _visit_object(self, value: Any, location: StateLocation) -> None:
         value_type = type(value)

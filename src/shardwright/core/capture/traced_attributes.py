@@ -33,7 +33,8 @@ from shardwright.core.capture.known_values import KnownValues
 from shardwright.core.capture.naming import LocatedError, current_line, located
 from shardwright.core.capture.outer_references import OuterReferences
 from shardwright.core.capture.process_state import ProcessState, change_message
-from shardwright.core.capture.reachable_state import Change, ReachableState, StateLocation
+from shardwright.core.capture.reachable_state import ReachableState
+from shardwright.core.capture.state_changes import Change, StateLocation
 from shardwright.core.capture.state_contents import OF_TORCH
 from shardwright.errors import CaptureError
 

@@ -14,8 +14,9 @@ from itertools import chain
 
 from torch import Tensor, nn
 
-from shardwright.core.capture.reachable_state import ReachableState, StateLocation
+from shardwright.core.capture.reachable_state import ReachableState
 from shardwright.core.capture.shapes import are_equal
+from shardwright.core.capture.state_changes import StateLocation
 from shardwright.core.graph.graph import Graph
 
 log = logging.getLogger(__name__)
