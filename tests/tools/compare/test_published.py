@@ -22,9 +22,9 @@ def planned(**changes: Any) -> PlannedRun:
 
 def test_what_cannot_be_divided_so_is_refused_with_the_row() -> None:
     with pytest.raises(
-        ConfigError, match=r"row tiny cannot be planned: .*321 entries are not divisible by model_p"
+        ConfigError, match=r"row tiny cannot be planned: .*129 .*not divisible by model_p"
     ):
-        planned(vocab=321, data_parallel=4, tensor_parallel=2).seconds()
+        planned(ffn=129, data_parallel=4, tensor_parallel=2).seconds()
     with pytest.raises(
         ConfigError, match=r"row tiny cannot be planned: .*2 layers cannot fill 4 stages"
     ):

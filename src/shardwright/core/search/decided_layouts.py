@@ -255,3 +255,17 @@ def kernel_collectives(
         axes = tuple(axis for factor in reduction.factors for axis in cuts.get(factor, ()))
         inner = InnerReduction(reduction, axes)
         yield inner, sum(inner.bytes(mesh, differentiable))
+
+
+def selection_bytes(op: Op, rule: ShardingRule, mesh: DeviceMatrix, cuts: Cuts) -> int:
+    """Return the bytes of the collectives in which an operator gathers the elements among which it
+    selects, such as the candidates of `topk`.
+
+    Unlike other collectives inside kernels they take the place of a redistribution: without them
+    the operator would read a tensor that is not sharded along the dimension.
+    """
+    return sum(
+        size
+        for inner, size in kernel_collectives(op, rule, mesh, cuts)
+        if inner.reduction.operation == "gather" and not inner.reduction.varying
+    )

@@ -27,6 +27,7 @@ from shardwright.core.search.decided_layouts import (
     SharedRedistribution,
     TensorContext,
     kernel_collectives,
+    selection_bytes,
     without_partial,
 )
 from shardwright.core.search.nearby_cuts import (
@@ -139,7 +140,7 @@ class LocalProblem:
             context.communication_volume(layout, without_partial(layout), ())
             for context, layout in zip(self.outputs, outputs, strict=True)
         )
-        redistribution_bytes = 0
+        redistribution_bytes = selection_bytes(self.op, self.rule, self.mesh, cuts)
         for context, layouts in chain(
             self._input_redistributions(inputs), self._output_redistributions(outputs)
         ):

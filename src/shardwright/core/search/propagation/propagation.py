@@ -17,9 +17,14 @@ from typing import ClassVar
 
 from shardwright.core.graph.graph import Graph, Op, Value
 from shardwright.core.layout.axes import Axes
+from shardwright.core.rules import rule_of
 from shardwright.core.rules.rule import Cuts
 from shardwright.core.search.baselines import semi_auto
-from shardwright.core.search.decided_layouts import DecidedLayouts, tensor_context
+from shardwright.core.search.decided_layouts import (
+    DecidedLayouts,
+    selection_bytes,
+    tensor_context,
+)
 from shardwright.core.search.propagation.local_choice import LocalProblem
 from shardwright.core.search.request import CutsOfGraph, SearchMode, SearchRequest
 from shardwright.core.search.shard_uncosted_ops import with_uncosted_ops_sharded
@@ -130,11 +135,17 @@ class _CutsPropagation(DecidedLayouts):
             previous_bytes = redistribution_bytes
 
     def _total_redistribution_bytes(self) -> int:
-        return sum(
+        redistribution_bytes = sum(
             # No factors are needed for the bytes between two given layouts.
             tensor_context(value, ()).redistribution_bytes(*layouts)
             for value in self.consumer_layouts
             for layouts in self.redistributions(value)
+        )
+        rules = ((op, rule_of(op)) for op in self.graph.ops if op.name in self.cuts)
+        return redistribution_bytes + sum(
+            selection_bytes(op, rule, self.mesh, self.cuts[op.name])
+            for op, rule in rules
+            if rule is not None
         )
 
     def _cheapest_cuts(self, op: Op) -> dict[str, Axes]:
