@@ -121,6 +121,23 @@ def test_seeding_in_forward_is_refused_also_if_it_is_undone(net: nn.Module) -> N
     assert torch.equal(torch.get_rng_state(), state)
 
 
+class Generating(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rand(4, generator=self.generator)
+
+
+def test_draws_from_a_generator_of_the_module_are_refused_and_leave_it_as_it_was() -> None:
+    net = Generating()
+    state = net.generator.get_state()
+    with pytest.raises(CaptureError, match=r"draws from a `torch.Generator`.*\ndraw without a gen"):
+        capture(net, (torch.randn(3, 4),))
+    assert torch.equal(net.generator.get_state(), state)
+
+
 @pytest.mark.parametrize(
     ("net", "line", "advice"),
     [

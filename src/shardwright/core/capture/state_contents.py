@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.core.capture.filled_caches import tensors_in
+from shardwright.core.torch_internals.dispatch import without_dispatch_modes, without_torch_function
 from shardwright.core.torch_internals.tensors import storage_id, version
 
 MISSING = "<missing>"
@@ -178,6 +179,12 @@ def _read_random_generator(value: Any) -> Parts:
     return {} if isinstance(value, random.SystemRandom) else {STATE: pickle.dumps(value)}
 
 
+def _read_torch_generator(value: torch.Generator) -> Parts:
+    # A trace would replace the tensor of the state.
+    with without_torch_function(), without_dispatch_modes():
+        return {STATE: value.get_state().numpy().tobytes()}
+
+
 _CONTENTS: tuple[tuple[tuple[Any, ...], Callable[[Any], Parts]], ...] = (
     ((np.ndarray,), _read_array),
     ((list, tuple, collections.deque), lambda value: dict(enumerate(value))),
@@ -189,7 +196,7 @@ _CONTENTS: tuple[tuple[tuple[Any, ...], Callable[[Any], Parts]], ...] = (
     ((set, frozenset), lambda value: dict.fromkeys(value, True)),
     ((bytearray, array), lambda value: {STATE: bytes(value)}),
     (_RANDOM, _read_random_generator),
-    ((torch.Generator,), lambda value: {STATE: value.get_state().numpy().tobytes()}),
+    ((torch.Generator,), _read_torch_generator),
     ((CellType,), _read_cell),
     ((GeneratorType,), _read_generator),
     (_ITERATORS, _read_iterator),
