@@ -120,9 +120,9 @@ def actions(pipeline: PipelineSpec) -> tuple[tuple[Action, ...], ...]:
     )
 
 
-# A search tries hundreds of pipelines, with up to a million actions each, which garbage collections
-# would visit again and again.
-@lru_cache(maxsize=8)
+# Bounded: a search tries hundreds of pipelines, with up to a million actions each. To make the actions
+# of one takes up to two seconds.
+@lru_cache(maxsize=64)
 def _actions_of_torch_schedule(
     schedule: ScheduleSpec, stages: int, micro_batches: int, chunks: int
 ) -> tuple[tuple[Action, ...], ...]:
