@@ -120,8 +120,8 @@ def actions(pipeline: PipelineSpec) -> tuple[tuple[Action, ...], ...]:
     )
 
 
-# Bounded: a search tries hundreds of pipelines, with up to a million actions each. To make the actions
-# of one takes up to two seconds.
+# Bounded: a search tries hundreds of pipelines, with up to a million actions each. To make those of
+# one takes up to two seconds.
 @lru_cache(maxsize=64)
 def _actions_of_torch_schedule(
     schedule: ScheduleSpec, stages: int, micro_batches: int, chunks: int
