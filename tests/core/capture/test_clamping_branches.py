@@ -93,7 +93,25 @@ def clamps_another(net: nn.Module, x: Tensor) -> Tensor:
     return y
 
 
-@pytest.mark.parametrize("branch", [reads_limit, has_other_side, reads_two_tensors, clamps_another])
+class Boxed:
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+    def clamp(self, low: float, high: float) -> Boxed:
+        return Boxed(self.x * high)
+
+
+def clamps_an_object(net: nn.Module, x: Tensor) -> Tensor:
+    y = Boxed(x)
+    if x.sum() > 0:
+        y = y.clamp(-1, 2)
+    return y.x
+
+
+OTHERS = [reads_limit, has_other_side, reads_two_tensors, clamps_another, clamps_an_object]
+
+
+@pytest.mark.parametrize("branch", OTHERS)
 def test_other_branches_are_refused(branch) -> None:
     with pytest.raises(sw.CaptureError, match="depends on the value of a tensor"):
         sw.capture(Branching(branch), (randn(8, 4),))

@@ -227,5 +227,8 @@ def test_state_may_be_sharded_over_some_of_the_replicas() -> None:
     assert sharding is not None
     assert (hybrid.run.data_parallel, sharding.shard_size) == (8, 2)
     assert hybrid.memory > planned().memory
+    assert PublishedRun(**row(dp_replicate=4)) == PublishedRun(**row(shard_size=2))
+    with pytest.raises(ValueError, match="`dp_replicate` is 3, which does not divide 8 replicas"):
+        PublishedRun(**row(dp_replicate=3))
     all_replicas = PublishedRun(**row(dp_shard=-1))
     assert all_replicas == PublishedRun(**row())

@@ -13,13 +13,15 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from shardwright.errors import CaptureError
 
 CLAMPING = (torch.clamp, Tensor.clamp, torch.clip, Tensor.clip)
 
@@ -33,14 +35,22 @@ class ClampingBranch:
     """An `if` without `else` whose body only clamps one tensor.
 
     Args:
+        name: name of the tensor.
         test: syntax tree of the condition, without earlier operands of `and`, which Python knows.
         lines: lines of the last statement, which clamps.
         tests_finite: whether the tensor is finite if the branch is not taken.
     """
 
+    name: str
     test: ast.expr
     lines: range
     tests_finite: bool
+
+    def clamps_tensor(self, variables: Mapping[str, Any]) -> bool:
+        """Whether the branch calls PyTorch's functions, given the variables of its function by
+        name: an object of the user's may have a method of the same name."""
+        tensor = variables.get(self.name)
+        return isinstance(tensor, Tensor) and type(tensor).clamp is Tensor.clamp
 
     def select(self, condition: Tensor, clamped: Tensor, x: Tensor, min: Any, max: Any) -> Tensor:
         """Return the tensor after the branch.
@@ -77,7 +87,7 @@ def _find_branches_of_function(function: ast.FunctionDef) -> Iterator[ClampingBr
             lines = range(last.lineno, (last.end_lineno or last.lineno) + 1)
             name = _find_assigned_name(last)
             test = _last_operand(branch.test)
-            yield ClampingBranch(test, lines, _tests_finite(test, name))
+            yield ClampingBranch(name, test, lines, _tests_finite(test, name))
 
 
 def _find_assigned_name(statement: ast.stmt) -> str:
@@ -128,3 +138,16 @@ class TakenBranches:
             return None
         del self._conditions[code]
         return branch, condition
+
+    def check_selected(self) -> None:
+        """Check that each branch has been selected by its condition.
+
+        Raises:
+            CaptureError: if a branch was taken, but no function that clamps was called.
+        """
+        for code, (branch, _) in self._conditions.items():
+            raise CaptureError(
+                f"{code.co_filename}:{branch.lines.start}: the branch depends on the value of a"
+                f" tensor, and does not clamp {branch.name!r} by a function of PyTorch\n"
+                "compute both sides, and select the result by `torch.where`"
+            )

@@ -79,6 +79,11 @@ class PassedGuards(TorchFunctionMode):
         super().__init__()
         self._taken = TakenBranches()
 
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        if error[0] is None:
+            self._taken.check_selected()
+
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
@@ -111,7 +116,7 @@ class PassedGuards(TorchFunctionMode):
         """Return the bool for the condition with which the branch at `position` is taken; None if
         it does not only clamp."""
         for branch in _find_clamping_branches_of_file(position.file):
-            if position.is_in(branch.test):
+            if position.is_in(branch.test) and branch.clamps_tensor(frame.f_locals):
                 taken = _find_operand_value(branch.test, True, position, compared=False)
                 self._taken.take(
                     frame.f_code, branch, condition if taken else condition.logical_not()

@@ -214,6 +214,8 @@ def methods_that_refuse_pairs(user_class: type[nn.Module]) -> dict[str, Callable
 
 
 def _check_named_parameters(named_parameters: _Named) -> _Named:
+    """Return a `named_parameters` of a stage that checks with which parameters they are paired."""
+
     @wraps(named_parameters)
     def checked(module: nn.Module, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         _check_pairs(module, sys._getframe())

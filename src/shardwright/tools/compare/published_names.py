@@ -73,12 +73,7 @@ def with_names_of_rows(row: Mapping[str, Any]) -> dict[str, Any]:
         if name in renamed and renamed[name] != value:
             raise ValueError(f"`{name}` has two values, {renamed[name]} and {value}; keep one")
         renamed[name] = _value_of_rows(name, value)
-    copies, shard_size = renamed.pop("copies", None), renamed.get("shard_size")
-    if shard_size == -1:
-        # In torchtitan, all replicas.
-        del renamed["shard_size"]
-    elif isinstance(copies, int) and isinstance(shard_size, int):
-        renamed.setdefault("data_parallel", copies * shard_size)
+    _divide_replicas(renamed)
     if adapter := next((key for key in ADAPTERS if renamed.get(key)), None):
         raise ValueError(
             f"`{adapter}`: runs that train only adapters are not predicted; remove the row"
@@ -88,6 +83,24 @@ def with_names_of_rows(row: Mapping[str, Any]) -> dict[str, Any]:
             f"dtype {renamed['dtype']}: clusters have no rates of such products; remove the row"
         )
     return renamed
+
+
+def _divide_replicas(row: dict[str, Any]) -> None:
+    """Replace the number of copies of sharded state (`dp_replicate`) by the number of replicas that
+    share one."""
+    copies = row.pop("copies", 1)
+    if row.get("shard_size") == -1:
+        # In torchtitan, all that are left.
+        del row["shard_size"]
+    shard_size, replicas = row.get("shard_size"), row.get("data_parallel")
+    if isinstance(copies, int) and isinstance(shard_size, int):
+        row.setdefault("data_parallel", copies * shard_size)
+    elif isinstance(copies, int) and copies > 1 and isinstance(replicas, int):
+        if replicas % copies:
+            raise ValueError(
+                f"`dp_replicate` is {copies}, which does not divide {replicas} replicas"
+            )
+        row["shard_size"] = replicas // copies
 
 
 def _value_of_rows(key: str, value: object) -> object:
