@@ -43,9 +43,9 @@ MAX_CUTS = 512
 a time."""
 
 LocalCost = tuple[int, int, int]
-"""Cost of an operator's cuts, compared in this order: communication volume of redistributions,
-communication volume of reducing the operator's own partial sums, and bytes of the operator's inputs
-and outputs on a device."""
+"""Cost of an operator's cuts, compared in this order: communication volume of redistributions and
+selections (`selection_bytes`), communication volume of reducing the operator's own partial sums,
+and bytes of the operator's inputs and outputs on a device."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,7 +2,8 @@
 
 1. Visit operators breadth first from the pinned ones, along shared tensors in both directions. Each
    operator takes the cuts that minimize, in this order: bytes of redistributions to decided
-   neighbors, forward and backward; bytes to reduce its own partial sums; bytes of its inputs and
+   neighbors, forward and backward, and of the elements among which the operator selects
+   (`selection_bytes`); bytes to reduce its own partial sums; bytes of its inputs and
    outputs on one device; bytes of all communication, gradients of parameters included. Further ties
    go to the cuts that are enumerated first.
 2. Decide operators again after all neighbors are decided, so that the redistributions between
